@@ -1,0 +1,97 @@
+// The contract between the core and whatever touches a network. One implementation per kind of network; the simulated one
+// obeys the same contract in virtual time. A provider is driven by one thread at a time (whoever holds the progress
+// token), never throws out of post() or poll(), never blocks, and never retries by itself.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/types.hpp"
+#include "provider/capabilities.hpp"
+
+namespace expertwire {
+
+// One operation, as the engine hands it over. `ticket` comes back in its completion.
+struct PostCommand {
+    Ticket ticket;
+    OpKind kind = OpKind::write;
+    Level level = Level::delivered;
+    EndpointId endpoint;
+    PeerId peer;
+    RegionId local;                    // write: source; read: destination; unused by a signal
+    std::uint64_t local_offset = 0;    // bytes
+    RemoteRegionId remote;             // write, signal: target; read: source
+    std::uint64_t remote_offset = 0;   // bytes; a signal's is 8-byte aligned
+    std::uint64_t bytes = 0;           // write, read; a notification's length
+    std::uint64_t operand = 0;         // signal: what is added to the 64-bit word
+    const std::byte* payload = nullptr;  // notification: `bytes` bytes, owned by the request until it is terminal
+};
+
+enum class PostOutcome : std::uint8_t { posted, again, failed };
+
+struct PostResult {
+    PostOutcome outcome = PostOutcome::posted;
+    Status status = Status::ok;  // why it failed
+    std::int32_t code = 0;       // the provider's own error number (positive)
+};
+
+// The provider's word on one operation. One post can complete at most once per level; a terminal error ends it.
+struct Completion {
+    Ticket ticket;
+    Status status = Status::ok;
+    Level level = Level::delivered;
+    std::int32_t code = 0;
+};
+
+// What arrived here without having been asked for. Emulated signals are applied inside poll() and are not listed.
+struct Arrival {
+    PeerId peer;
+    std::vector<std::byte> payload;
+};
+
+struct RegionSpec {
+    std::byte* address = nullptr;
+    std::uint64_t bytes = 0;
+    bool remote_write = true;
+    bool remote_read = true;
+};
+
+// Failures of the control plane carry the call, its arguments and the code in words; bind/ turns them into exceptions.
+struct ControlResult {
+    Status status = Status::ok;
+    std::int32_t code = 0;
+    std::string message;
+    bool ok() const { return status == Status::ok; }
+};
+
+class Provider {
+  public:
+    virtual ~Provider() = default;
+    virtual const Capabilities& capabilities() const = 0;
+
+    // Control plane (any thread, serialised by the caller with the progress token).
+    virtual ControlResult register_region(RegionId id, const RegionSpec& spec) = 0;
+    virtual ControlResult deregister_region(RegionId id) = 0;
+    virtual std::vector<std::byte> address(EndpointId endpoint) const = 0;       // for the bootstrap
+    virtual std::vector<std::byte> region_key(RegionId id) const = 0;            // for the bootstrap
+    virtual ControlResult add_peer(PeerId peer, std::span<const std::byte> address) = 0;
+    virtual ControlResult remove_peer(PeerId peer) = 0;
+    virtual ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) = 0;
+
+    // Data plane.
+    virtual PostResult post(const PostCommand& command) = 0;
+    virtual std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) = 0;
+
+    // A descriptor that becomes readable when poll() has work, or -1 where the provider has none (bounded polling then).
+    // may_sleep() is asked right before sleeping on it (fi_trywait): false means poll again first.
+    virtual int wait_fd() const = 0;
+    virtual bool may_sleep() = 0;
+
+    // Ends everything in flight without completions and releases every resource. Idempotent.
+    virtual void close() = 0;
+};
+
+}  // namespace expertwire

@@ -1,0 +1,55 @@
+"""Every exception that Expertwire raises, as one tree.
+
+A message says what failed, which rank or peer, the value, the limit, and what to do. Classes that stand for a bad value or a passed
+deadline are also the builtin that a caller would expect (`ValueError`, `TimeoutError`, `ConnectionError`).
+"""
+
+from __future__ import annotations
+
+
+class ExpertwireError(Exception):
+    """Root of the tree."""
+
+
+class InvalidArgumentError(ExpertwireError, ValueError):
+    """An argument cannot be used; nothing was started. The message names the argument, its value and the limit."""
+
+
+class InvalidTypeError(InvalidArgumentError, TypeError):
+    """An argument has the wrong Python type or dtype."""
+
+
+class CapacityError(ExpertwireError):
+    """A buffer, table or region is too small. The message has both numbers."""
+
+
+class StateError(ExpertwireError, RuntimeError):
+    """The object cannot do this now: destroyed, failed, in use, or used from a forked child."""
+
+
+class MismatchError(ExpertwireError):
+    """Ranks disagree: another operation, handle, shape or setting. The message names the ranks and both values."""
+
+
+class PeerError(ExpertwireError, ConnectionError):
+    """A peer has died or fell silent. `rank` is the peer at fault."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class TransferError(ExpertwireError):
+    """One request failed: stale key, out of range, provider error. Other requests go on."""
+
+
+class DeadlineError(ExpertwireError, TimeoutError):
+    """A wait passed its deadline. Ownership stays with the request: memory may not be reused yet."""
+
+
+class CancelledRequestError(ExpertwireError):
+    """The request was cancelled before anything was posted, or aborted behind a failed one."""
+
+
+class UnavailableError(ExpertwireError):
+    """Something this machine lacks (a library, a provider, an extra). The message says how to get it."""
