@@ -1,0 +1,8 @@
+#include "bind/native_bind.hpp"
+
+NB_MODULE(_native, module) {
+    module.doc() = "Expertwire's native core. Use expertwire.fabric and expertwire.ep; this module's names may change.";
+    expertwire::bind::bind_context(module);
+    expertwire::bind::bind_provider(module);
+    expertwire::bind::bind_exchange(module);
+}

@@ -1,0 +1,169 @@
+// One transport instance: provider, engine, regions, peers, one progress thread, one progress token (DESIGN, SPEC T1–T22).
+//
+// Calls come in three kinds, said at each declaration:
+//   [control]  may throw Failure; any thread (serialised inside); the GIL is released by bind/.
+//   [token]    the caller holds the progress token (TokenGuard); never throws, never blocks, no allocation on the hot path.
+//   [any]      any thread, never throws, never blocks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/engine.hpp"
+#include "engine/types.hpp"
+#include "runtime/doorbell.hpp"
+#include "runtime/failure.hpp"
+#include "runtime/token.hpp"
+
+namespace expertwire::runtime {
+
+TimeNs now_ns();  // CLOCK_MONOTONIC; the one clock of this room
+
+enum class LivenessMode : std::uint8_t { automatic = 0, heartbeat };  // heartbeat: pidfd is not used (tests of the across-node path)
+
+struct ContextOptions {
+    std::uint32_t rank = 0;
+    std::uint32_t size = 1;
+    std::string provider = "local";  // "local", or a libfabric name ("tcp", "tcp;ofi_rxm", "shm", "cxi", "efa", "verbs")
+    std::string interface;           // the NIC or address to listen on; empty: chosen by the provider
+    std::string library;             // path of libfabric.so.1; empty: the best found
+    std::uint32_t outstanding_max = 512;             // SPEC T2
+    std::uint32_t queue_pairs_per_peer = 1;          // lanes
+    std::uint32_t requests_max = 4096;
+    std::uint32_t counters = 0;                      // 64-bit signal words of region "counters" (SPEC T9)
+    TimeNs timeout_ns = 100'000'000'000;             // SPEC T19: the default of every wait
+    TimeNs hard_timeout_ns = 200'000'000'000;        // SPEC T14
+    TimeNs heartbeat_ns = 1'000'000'000;             // across hosts: one add per peer in this time
+    TimeNs silence_ns = 5'000'000'000;               // no heartbeat for so long: dead
+    bool sync_writes = false;                        // SPEC T3
+    std::int32_t delivery_complete = -1;             // SPEC T8: -1 auto, 0, 1
+    bool trust_order = false;                        // EXPERTWIRE_TRUST_ORDER
+    LivenessMode liveness = LivenessMode::automatic;
+};
+
+// A dead (or leaving) peer, root cause first: `rank` is the one at fault, `told_by` the rank whose verdict said so, or -1.
+struct Fault {
+    std::uint32_t rank = 0;
+    std::int32_t told_by = -1;
+    std::string why;
+};
+
+// What a peer last said about itself (SPEC E8). `age_ns`: since its heartbeat last changed, as seen here.
+struct PeerPulse {
+    std::uint64_t heartbeat = 0;
+    std::uint64_t call_sequence = 0;
+    std::uint64_t phase = 0;
+    TimeNs age_ns = 0;
+    bool leaving = false;
+};
+
+class Context {
+  public:
+    explicit Context(const ContextOptions& options);  // [control] opens the provider; creates region "runtime" (and "counters")
+    ~Context();                                        // close(); does nothing in a forked child
+    Context(const Context&) = delete;
+    Context& operator=(const Context&) = delete;
+
+    std::uint32_t rank() const;
+    std::uint32_t size() const;
+    const ContextOptions& options() const;
+
+    // Throws Failure(state) in a forked child (SPEC T21) or after close(). First line of every entry point of bind/.
+    void check_usable() const;  // [control]
+
+    // ---- regions. Names are unique per context; "runtime" exists from the start and belongs to this class.
+    RegionId create_region(std::string_view name, std::uint64_t bytes);  // [control] memfd, preallocated, zeroed, registered
+    RegionId register_region(std::byte* address, std::uint64_t bytes);   // [control] user memory, announced as "#<id>"
+    void deregister_region(RegionId region, TimeNs timeout_ns);          // [control] refused while a request uses it
+    RegionId region(std::string_view name) const;                        // [control] throws if there is none
+    std::byte* region_address(RegionId region) const;                    // [control] as are the next two
+    std::uint64_t region_bytes(RegionId region) const;
+    int region_fd(RegionId region) const;                                // borrowed; -1 for registered user memory
+    std::vector<std::string> region_names() const;                       // of memfd regions: their descriptors go to node peers
+
+    // ---- peers. What the bootstrap carries: blob() of each rank to every rank, and to node peers the descriptors.
+    std::vector<std::byte> blob() const;                                    // [control] versioned, bounded, binary
+    void add_peer(std::uint32_t rank, std::span<const std::byte> blob);     // [control] again with a newer blob: more regions
+    void remove_peer(std::uint32_t rank);                                   // [control] its requests fail, its lanes close
+    void map_peer(std::uint32_t rank, std::string_view region, int fd);     // [control] dups fd; "runtime" too, for the doorbell
+    std::byte* peer_memory(std::uint32_t rank, std::string_view region) const;         // [any] null where not mapped; own rank: own memory
+    RemoteRegionId remote_region(std::uint32_t rank, std::string_view region) const;   // [control] throws if not announced
+    std::uint64_t remote_region_bytes(std::uint32_t rank, std::string_view region) const;  // [control]
+    QueuePairId queue_pair(std::uint32_t rank, std::uint32_t lane = 0) const;              // [any] invalid() where there is none
+
+    // ---- life
+    void start();                     // [control] starts the progress thread
+    void close(TimeNs timeout_ns);    // [control] publishes `leaving`, stops the thread, closes the provider; idempotent, never throws
+
+    // ---- submission. A ChunkSpec/ControlSpec names queue_pair(rank), region ids and remote_region(rank, name).
+    Engine::Submitted submit_held(std::uint32_t rank, std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls,
+                                  Level level);  // [token] would_block: nothing was taken, turn and try again
+    Engine::Submitted submit(std::uint32_t rank, std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls,
+                             Level level, TimeNs deadline_ns);  // [control] takes the token, pushes back up to the deadline
+    Status status(Ticket request) const;      // [any] one acquire load; `stale` if the record is of another generation
+    void release(Ticket request);             // [any] gives the handle up; freed once terminal (may still be in flight)
+    void release_held(Ticket request);        // [token] the same without taking the token
+    Status cancel(Ticket request);            // [control]
+    // Helps (turns) and sleeps until the request is terminal, the deadline or a signal of the OS. `pending`: not yet;
+    // slices of ≤ 50 ms let the binder look for Ctrl-C. Ownership never changes.
+    Status wait_slice(Ticket request, TimeNs until_ns);  // [control]
+
+    // ---- progress (SPEC T13)
+    Token& token();
+    bool turn_held(TimeNs budget_ns);    // [token] one turn: poll, step, post; true if anything moved. Stops after the budget
+    bool turn(TimeNs budget_ns);         // [any] the same if the token is free; false: busy elsewhere or nothing moved
+    void enter_help();                   // [any] a caller begins to drive progress: the progress thread parks …
+    void leave_help();                   // [any] … and takes over again. Call leave before sleeping on the doorbell, enter after
+    bool may_spin() const;               // [any] at least as many cores in our cpuset as ranks on this host
+    Doorbell doorbell() const;           // [any] mine: seen(), then flags, then wait()
+    void ring(std::uint32_t rank);       // [any] the doorbell of a mapped rank (mine included); nothing where not mapped
+
+    // ---- whole-context waits (SPEC T7): slices as wait_slice. true: reached.
+    struct Quiet { std::uint64_t mark = 0; };
+    Quiet quiet_begin();                                        // [control] everything submitted before this call
+    bool quiet_slice(Quiet mark, TimeNs until_ns);              // [control]
+    std::uint64_t barrier_begin();                              // [control] epoch; announces it behind all earlier traffic
+    bool barrier_slice(std::uint64_t epoch, TimeNs until_ns);   // [control] throws Failure(peer) when a peer died
+
+    // ---- liveness (SPEC T19, E8)
+    std::optional<Fault> fault();                     // [any but not under the token] first dead peer, root cause first
+    bool has_fault() const;                           // [any] one load: something is wrong, ask fault()
+    void publish_call(std::uint64_t sequence, std::uint64_t phase);  // [any] goes out with my pulse: stores now, adds soon
+    void publish_verdict(std::uint32_t dead_rank);    // [any] before an operation raises PeerError
+    PeerPulse pulse(std::uint32_t rank) const;        // [any]
+
+    // ---- what arrived
+    struct Notification { std::uint32_t rank; std::vector<std::byte> payload; };
+    std::vector<Notification> take_notifications();   // [control]
+
+    // ---- records
+    struct Statistics;                                // runtime/statistics.hpp
+    Statistics statistics();                          // [control] a snapshot
+
+  private:
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+// Holds the token for a scope and counts as a caller's turn.
+class TokenGuard {
+  public:
+    explicit TokenGuard(Context& context) : context_(context), held_(context.token().try_take()) {}
+    TokenGuard(Context& context, TimeNs deadline_ns) : context_(context), held_(context.token().take_until(deadline_ns)) {}
+    ~TokenGuard() { if (held_) context_.token().give(); }
+    TokenGuard(const TokenGuard&) = delete;
+    TokenGuard& operator=(const TokenGuard&) = delete;
+    explicit operator bool() const { return held_; }
+
+  private:
+    Context& context_;
+    bool held_;
+};
+
+}  // namespace expertwire::runtime

@@ -1,0 +1,26 @@
+// The progress token: whoever holds it is the one thread that may touch the engine and the provider (SPEC T13).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "engine/types.hpp"
+
+namespace expertwire::runtime {
+
+class Token {
+  public:
+    Token() = default;
+    Token(const Token&) = delete;
+    Token& operator=(const Token&) = delete;
+
+    bool try_take();                      // one compare-and-swap, never blocks
+    bool take_until(TimeNs deadline_ns);  // spins briefly, then sleeps until given back or the deadline (monotonic clock)
+    void give();
+    bool held() const { return word_.load(std::memory_order_relaxed) != 0; }
+
+  private:
+    std::atomic<std::uint32_t> word_{0};  // 0 free, 1 held, 2 held and somebody sleeps for it
+};
+
+}  // namespace expertwire::runtime
