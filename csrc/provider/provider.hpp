@@ -57,6 +57,16 @@ struct RegionSpec {
     std::uint64_t bytes = 0;
     bool remote_write = true;
     bool remote_read = true;
+    int fd = -1;                  // the memfd that backs it, if any (borrowed): what lets `local` peers map it
+    std::uint64_t fd_offset = 0;  // bytes
+};
+
+// Things that happened and changed nothing, counted so that they are seen (statistics(), soak).
+struct ProviderCounters {
+    std::uint64_t posted = 0, again = 0, completed = 0, failed = 0;
+    std::uint64_t unattributed_errors = 0;  // error without a context, or for an operation that had already ended
+    std::uint64_t dropped_messages = 0;     // from an unknown sender, malformed, or for a region that is gone
+    std::uint64_t signals_applied = 0;      // emulated signals that this side applied
 };
 
 // Failures of the control plane carry the call, its arguments and the code in words; bind/ turns them into exceptions.
@@ -89,6 +99,8 @@ class Provider {
     // may_sleep() is asked right before sleeping on it (fi_trywait): false means poll again first.
     virtual int wait_fd() const = 0;
     virtual bool may_sleep() = 0;
+
+    virtual ProviderCounters counters() const { return {}; }
 
     // Ends everything in flight without completions and releases every resource. Idempotent.
     virtual void close() = 0;
