@@ -1,0 +1,178 @@
+"""Starts the ranks of one job on this machine, collects what they return, and never leaves a process behind.
+
+Ranks are forked from a server that has torch loaded already (a spawn would import it once per rank). They find each other over a file
+store in a temporary directory: no port, no environment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from expertwire.errors import DeadlineError, ExpertwireError
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+Result = TypeVar("Result")
+STOP_GRACE_S = 3.0  # between asking a rank to end and killing it
+
+
+class RankError(ExpertwireError):
+    """A rank of a launched job raised, or its process ended without a result. `rank` is that rank."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank's function is given: who it is, and a way to say how far it has come."""
+
+    rank: int
+    size: int
+    progress: Callable[[str, int, int], None]  # (what, steps done, steps in all)
+
+
+@dataclass(frozen=True)
+class _Job:
+    target: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    rank: int
+    size: int
+    store: str
+    timeout_s: float
+
+
+def launch(
+    target: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    *,
+    on_progress: Callable[[int, str, int, int], None] | None = None,
+    timeout_s: float = 600.0,
+) -> list[Result]:
+    """Run `target(rank: Rank, *arguments)` in `ranks` processes with torch.distributed (gloo) initialised; results by rank.
+
+    `target` must be a module-level function, its arguments and result picklable. `on_progress(rank, what, done, total)` is called here for
+    every `Rank.progress` there. Raises `RankError` with the rank's own traceback when one fails, `DeadlineError` after `timeout_s`; either
+    way, and on Ctrl-C, all ranks are ended first.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", target.__module__])
+    with tempfile.TemporaryDirectory(prefix="expertwire-") as directory:
+        store = str(Path(directory) / "store")
+        jobs = [_Job(target, arguments, rank, ranks, store, timeout_s) for rank in range(ranks)]
+        processes, connections = _start(context, jobs)
+        try:
+            return _collect(processes, connections, on_progress, timeout_s)
+        finally:
+            _stop(processes)
+            for connection in connections:
+                connection.close()
+
+
+def _start(context: ForkServerContext, jobs: list[_Job]) -> tuple[list[ForkServerProcess], list[Connection]]:
+    processes: list[ForkServerProcess] = []
+    connections: list[Connection] = []
+    try:
+        for job in jobs:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(job, theirs), name=f"rank {job.rank}", daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            connections.append(ours)
+    except BaseException:
+        _stop(processes)
+        raise
+    return processes, connections
+
+
+def _collect(
+    processes: list[ForkServerProcess],
+    connections: list[Connection],
+    on_progress: Callable[[int, str, int, int], None] | None,
+    timeout_s: float,
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    open_ranks = {connection: rank for rank, connection in enumerate(connections)}
+    deadline = time.monotonic() + timeout_s
+    while open_ranks:
+        left = deadline - time.monotonic()
+        ready = multiprocessing.connection.wait(list(open_ranks), max(0.0, left))
+        if not ready and left <= 0:
+            raise DeadlineError(f"ranks {sorted(open_ranks.values())} have not returned within {timeout_s:.0f} s")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = open_ranks[connection]
+            try:
+                kind, *content = connection.recv()
+            except EOFError:
+                processes[rank].join(STOP_GRACE_S)
+                raise RankError(f"rank {rank} ended with exit code {processes[rank].exitcode} and no result", rank) from None
+            if kind == "progress" and on_progress is not None:
+                on_progress(rank, *content)
+            elif kind == "result":
+                results[rank] = pickle.loads(content[0])
+                del open_ranks[connection]
+            elif kind == "error":
+                raise RankError(f"rank {rank} failed: {content[0]}\n{content[1]}", rank)
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _stop(processes: list[ForkServerProcess]) -> None:
+    """End what still runs: those with a result are given time to leave by themselves, then SIGTERM, then SIGKILL."""
+    deadline = time.monotonic() + STOP_GRACE_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + STOP_GRACE_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _rank_main(job: _Job, connection: Connection) -> None:
+    """A rank's whole life. It ends when its parent does, whatever it is doing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, name="follow parent", daemon=True).start()
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        store = dist.FileStore(job.store, job.size)
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=timedelta(seconds=job.timeout_s))
+        rank = Rank(job.rank, job.size, lambda what, done, total: connection.send(("progress", what, done, total)))
+        result = job.target(rank, *job.arguments)
+        connection.send(("result", pickle.dumps(result)))
+        dist.destroy_process_group()
+    except KeyboardInterrupt:
+        os._exit(130)  # the parent saw the same Ctrl-C and speaks for all
+    except BaseException as error:
+        connection.send(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
+        os._exit(1)  # peers may be gone: no collective teardown
