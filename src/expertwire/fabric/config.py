@@ -12,7 +12,7 @@ from typing import Any
 
 from expertwire.errors import InvalidArgumentError
 
-__all__ = ["Settings", "VARIABLES"]
+__all__ = ["VARIABLES", "Settings"]
 
 DEFAULT_TIMEOUT_MS = 100_000  # a peer may be compiling
 TIMEOUT_MS_MAX = 24 * 3600 * 1000
