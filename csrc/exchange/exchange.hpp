@@ -1,0 +1,180 @@
+// The high-throughput exchange as a state machine without a clock, a thread or a network (DESIGN "One token, high
+// throughput"): the caller steps it, the simulation steps it, words arrive in memory, rows and puts leave.
+//
+// An Exchange is one rank's standing side; an Operation is one dispatch or combine on it. Operations of one Exchange come
+// one after the other, in the same order on every rank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "exchange/handle.hpp"
+#include "exchange/layout.hpp"
+#include "exchange/port.hpp"
+
+namespace expertwire::exchange {
+
+enum class Kind : std::uint32_t { dispatch = 1, combine = 2 };
+
+// Dispatch: rows of x go to the ranks that `in_rank` names. Pointers stay valid until the operation has ended.
+struct DispatchRequest {
+    const std::byte* x = nullptr;  // [tokens][row_bytes]
+    std::uint64_t tokens = 0;
+    std::uint64_t row_bytes = 0;
+    const std::uint8_t* in_rank = nullptr;       // bool[tokens][ranks]; unused with a handle
+    const std::byte* topk_idx = nullptr;         // [tokens][topk] of index_bytes each, global ids, -1 none; may be null
+    std::uint32_t index_bytes = 8;               // 4 or 8
+    std::uint32_t topk = 0;                      // 0 without topk_idx
+    const float* topk_weights = nullptr;         // [tokens][topk]; may be null
+    const std::int32_t* per_expert = nullptr;    // i32[num_experts]: what each expert gets from here; null with a handle
+    std::uint64_t num_experts = 0;
+    std::vector<std::uint64_t> expert_first;     // [ranks + 1]: rank r owns [first[r], first[r + 1]); empty with a handle
+    std::shared_ptr<const Handle> handle;        // repeat this routing
+    std::uint64_t offer_offset = 0;              // where in my data region rows shall land, a multiple of 64
+    std::uint64_t offer_capacity = 0;            // bytes
+};
+
+// Combine: what came by `handle` goes back, summed. A null pointer is an absent tensor.
+struct CombineRequest {
+    const std::byte* x = nullptr;    // bf16 [rows][row_bytes / 2]
+    std::uint64_t rows = 0;          // the handle's received total
+    std::uint64_t row_bytes = 0;
+    const float* weights = nullptr;  // f32[rows][topk]
+    std::uint32_t topk = 0;          // 0 without weights
+    const std::byte* bias0 = nullptr;  // bf16 [tokens][row_bytes / 2]
+    const std::byte* bias1 = nullptr;
+    std::byte* out = nullptr;        // bf16 [tokens][row_bytes / 2]
+    float* out_weights = nullptr;    // f32[tokens][topk]
+    std::shared_ptr<const Handle> handle;
+    std::uint64_t offer_offset = 0;    // where x is copied to unless it lies in my data region already
+    std::uint64_t offer_capacity = 0;  // bytes
+};
+
+enum class Step : std::uint8_t { progressed, waiting, done, failed };
+
+// `exchange`: rows move. `drain`: every row is in place here, puts of mine or readers of mine are still under way.
+enum class Phase : std::uint8_t { notify = 1, exchange, drain, done, failed };
+const char* phase_name(Phase phase);
+
+enum class FailureReason : std::uint8_t { none, mismatch, capacity, put };
+
+struct Failure {
+    FailureReason reason = FailureReason::none;
+    std::uint32_t rank = 0;      // at fault
+    Status status = Status::ok;  // put: how it ended
+    std::string text;            // complete sentence: what, which ranks, both values
+};
+
+// One row per peer for the message of a wait that ran out (SPEC E8). Counts are rows unless named otherwise.
+struct PeerProgress {
+    std::uint32_t rank = 0;
+    bool notified = false;              // its notify of this epoch is here
+    std::uint64_t rows_expected = 0;    // dispatch: from it to me; combine: sums of its node for my tokens, if it sends them
+    std::uint64_t rows_arrived = 0;
+    std::uint64_t chunks_to_send = 0;   // through the fabric, to it
+    std::uint64_t chunks_sent = 0;
+    std::uint64_t chunks_credited = 0;  // that it has consumed
+    std::string missing;                // what is waited for from it, empty when nothing
+};
+
+class Exchange;
+
+class Operation {
+  public:
+    virtual ~Operation() = default;
+    Operation(const Operation&) = delete;
+    Operation& operator=(const Operation&) = delete;
+
+    // Moves at most about `budget` bytes of whatever can move and returns. Never blocks. After done or failed it does
+    // nothing. `failed` by mismatch or capacity leaves the exchange usable (every rank fails the same way and no row has
+    // left); any other failure does not.
+    Step step(std::uint64_t budget);
+
+    Kind kind() const { return kind_; }
+    std::uint64_t epoch() const { return epoch_; }
+    Phase phase() const { return phase_; }
+    const Failure& failure() const { return failure_; }
+    std::vector<PeerProgress> progress() const;
+
+  protected:
+    Operation(Exchange& exchange, Kind kind);
+
+    // What the two kinds fill in.
+    virtual void begin() = 0;                             // all notifies agree: offsets are known
+    virtual std::uint64_t capacity_needed(std::uint32_t rank) const = 0;  // bytes of the extent that the rank offered
+    virtual std::uint64_t move(std::uint64_t budget) = 0;  // bytes moved (or 1 for a word); 0: nothing could move
+    virtual bool rows_done() const = 0;                    // exchange → drain
+    virtual bool drained() const = 0;                      // drain → done
+    virtual void describe(PeerProgress& row) const = 0;
+
+    void fail(Failure failure);
+    void send_notify(const NotifyHeader& header, const std::vector<std::uint32_t>& per_rank,
+                     const std::vector<std::uint32_t>& per_node, const std::int32_t* per_expert,
+                     const std::vector<std::uint64_t>& expert_first);
+    const NotifyHeader& notify(std::uint32_t source) const;       // valid once the notifies are here
+    const std::uint32_t* notify_counts(std::uint32_t source) const;  // per rank, per node, per local expert
+
+    // Words of this epoch.
+    std::uint32_t count_at(std::uint64_t word_offset) const;  // in my control region; 0 while it is of an older epoch
+    void publish(std::uint32_t rank, std::uint64_t word_offset, std::uint32_t count);  // to a rank of my node
+
+    Exchange& exchange_;
+    const Kind kind_;
+    const std::uint64_t epoch_;
+    Phase phase_ = Phase::notify;
+    Failure failure_;
+
+  private:
+    friend class Ring;
+    bool post_notifies();
+    bool notifies_here();
+    bool agree();
+    bool puts_ended();
+
+    std::vector<std::uint32_t> remote_left_;  // ranks of other nodes whose notify is still to be posted
+    std::vector<Ticket> tickets_;             // of notifies
+    std::uint32_t notified_ = 0;              // sources whose notify has been seen, ascending
+};
+
+class Dispatch;
+class Combine;
+
+class Exchange {
+  public:
+    // `port` and its memory outlive the exchange. Control memory must be zeroed once before the first operation.
+    Exchange(const Shape& shape, Port& port, std::uint64_t data_bytes);
+    ~Exchange();
+
+    // Null and `error` filled: an argument cannot be used; nothing was started. Else the caller steps the operation to its
+    // end before it starts another.
+    std::unique_ptr<Dispatch> dispatch(const DispatchRequest& request, std::string& error);
+    std::unique_ptr<Combine> combine(const CombineRequest& request, std::string& error);
+
+    const Shape& shape() const { return layout_.shape(); }
+    const Layout& layout() const { return layout_; }
+    const NodeTable& nodes() const { return layout_.shape().nodes; }
+    std::uint32_t rank() const { return layout_.shape().rank; }
+    std::uint32_t node() const { return nodes().node_of(rank()); }
+    std::uint64_t id() const { return id_; }
+    Port& port() { return port_; }
+    std::uint64_t data_bytes() const { return data_bytes_; }
+
+  private:
+    friend class Operation;
+    friend class Ring;
+
+    // A remote word is reached by adding; its writer is alone and so knows what it holds (once all adds have landed).
+    std::uint64_t delta(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t value);
+
+    Layout layout_;
+    Port& port_;
+    std::uint64_t data_bytes_;
+    std::uint64_t id_;
+    std::uint64_t epoch_ = 0;
+    std::vector<std::vector<std::uint64_t>> remote_words_;  // [rank][word]: what I have added up there
+};
+
+}  // namespace expertwire::exchange

@@ -1,0 +1,66 @@
+// Runs one Operation to its end over a Context: the Port on one side, waiting, deadlines and dead peers on the other.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "exchange/exchange.hpp"
+#include "exchange/port.hpp"
+#include "runtime/context.hpp"
+
+namespace expertwire::runtime {
+
+class ExchangeDriver final : public exchange::Port {
+  public:
+    // The context has regions "control", "staging" and "data", mapped for the ranks of `shape`'s node and announced by all
+    // others. [control]: throws Failure when one is missing or too small, with both numbers.
+    ExchangeDriver(Context& context, const exchange::Shape& shape);
+
+    // Steps the operation until it has ended, a peer is dead, or the deadline. `interrupted` is asked every ≤ 50 ms with
+    // no lock held and may throw; the exchange cannot be used again then. Throws Failure with the table of SPEC E8.
+    void run(exchange::Operation& operation, TimeNs timeout_ns, const std::function<void()>& interrupted);
+
+    // Empty, or why no further operation can run: an earlier one was abandoned while rows were under way.
+    const std::string& broken() const { return broken_; }
+    std::uint64_t data_bytes() const { return data_bytes_; }
+
+    // Port: called under the progress token, from run() only.
+    const std::vector<exchange::RankMemory>& memory() const override { return memory_; }
+    std::optional<Ticket> put(const Put& put) override;
+    bool add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) override;
+    Status status(Ticket ticket) override;
+    void wake(std::uint32_t rank) override;
+
+  private:
+    struct Remote {
+        RemoteRegionId control;
+        RemoteRegionId staging;
+        RemoteRegionId data;
+        QueuePairId queue_pair;
+    };
+    enum class Turn : std::uint8_t { progressed, waiting, ended };
+
+    Turn turn(exchange::Operation& operation);
+    void sleep(std::uint32_t seen, TimeNs deadline_ns);
+    void conclude(exchange::Operation& operation);
+    [[noreturn]] void fail_peer(const exchange::Operation& operation, const Fault& fault);
+    [[noreturn]] void fail_deadline(const exchange::Operation& operation, TimeNs timeout_ns);
+    std::string table(const exchange::Operation& operation) const;
+
+    Context& context_;
+    const exchange::Shape shape_;
+    std::vector<exchange::RankMemory> memory_;  // [rank]
+    std::vector<Remote> remotes_;               // [rank]
+    RegionId control_;
+    RegionId staging_;
+    RegionId data_;
+    std::uint64_t data_bytes_ = 0;
+    std::uint64_t chunk_bytes_max_ = 0;
+    std::uint64_t calls_ = 0;
+    std::vector<ChunkSpec> chunks_;  // scratch of put()
+    std::string broken_;
+};
+
+}  // namespace expertwire::runtime
