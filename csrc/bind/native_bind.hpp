@@ -7,11 +7,13 @@
 
 #include "runtime/context.hpp"
 
-namespace expertwire::bind {
+namespace expertwire {
 
 void bind_context(nanobind::module_& module);   // native_context.cpp; also registers Failure → expertwire.errors
 void bind_provider(nanobind::module_& module);  // native_provider.cpp
 void bind_exchange(nanobind::module_& module);  // native_exchange.cpp
+
+namespace bind {
 
 // What Python's `Context` holds; Exchange keeps a copy of the shared pointer, so that teardown may come in any order.
 struct PyContext {
@@ -21,4 +23,5 @@ struct PyContext {
 // Raises the pending KeyboardInterrupt, if any. Takes the GIL: call it between wait slices (≤ 50 ms apart).
 void check_signals();
 
-}  // namespace expertwire::bind
+}  // namespace bind
+}  // namespace expertwire

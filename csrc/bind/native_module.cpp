@@ -2,7 +2,7 @@
 
 NB_MODULE(_native, module) {
     module.doc() = "Expertwire's native core. Use expertwire.fabric and expertwire.ep; this module's names may change.";
-    expertwire::bind::bind_context(module);
-    expertwire::bind::bind_provider(module);
-    expertwire::bind::bind_exchange(module);
+    expertwire::bind_context(module);
+    expertwire::bind_provider(module);
+    expertwire::bind_exchange(module);
 }

@@ -1,9 +1,10 @@
-// One transport instance: provider, engine, regions, peers, one progress thread, one progress token (DESIGN, SPEC T1–T22).
+// One transport instance: provider, engine, regions, peers, one progress thread, one progress token (DESIGN, SPEC
+// T1–T22).
 //
 // Calls come in three kinds, said at each declaration:
 //   [control]  may throw Failure; any thread (serialised inside); the GIL is released by bind/.
-//   [token]    the caller holds the progress token (TokenGuard); never throws, never blocks, no allocation on the hot path.
-//   [any]      any thread, never throws, never blocks.
+//   [token]    the caller holds the progress token (TokenGuard); never throws, never blocks, no allocation on the hot
+//   path. [any]      any thread, never throws, never blocks.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +18,8 @@
 
 #include "engine/engine.hpp"
 #include "engine/types.hpp"
+#include "provider/capabilities.hpp"
+#include "provider/libfabric.hpp"
 #include "runtime/doorbell.hpp"
 #include "runtime/failure.hpp"
 #include "runtime/token.hpp"
@@ -25,29 +28,33 @@ namespace expertwire::runtime {
 
 TimeNs now_ns();  // CLOCK_MONOTONIC; the one clock of this room
 
-enum class LivenessMode : std::uint8_t { automatic = 0, heartbeat };  // heartbeat: pidfd is not used (tests of the across-node path)
+// heartbeat: pidfd is not used (tests of the across-node path)
+enum class LivenessMode : std::uint8_t { automatic = 0, heartbeat };
 
 struct ContextOptions {
     std::uint32_t rank = 0;
     std::uint32_t size = 1;
-    std::string provider = "local";  // "local", or a libfabric name ("tcp", "tcp;ofi_rxm", "shm", "cxi", "efa", "verbs")
-    std::string interface;           // the NIC or address to listen on; empty: chosen by the provider
-    std::string library;             // path of libfabric.so.1; empty: the best found
-    std::uint32_t outstanding_max = 512;             // SPEC T2
-    std::uint32_t queue_pairs_per_peer = 1;          // lanes
-    std::uint32_t requests_max = 4096;
-    std::uint32_t counters = 0;                      // 64-bit signal words of region "counters" (SPEC T9)
-    TimeNs timeout_ns = 100'000'000'000;             // SPEC T19: the default of every wait
-    TimeNs hard_timeout_ns = 200'000'000'000;        // SPEC T14
-    TimeNs heartbeat_ns = 1'000'000'000;             // across hosts: one add per peer in this time
-    TimeNs silence_ns = 5'000'000'000;               // no heartbeat for so long: dead
-    bool sync_writes = false;                        // SPEC T3
-    std::int32_t delivery_complete = -1;             // SPEC T8: -1 auto, 0, 1
-    bool trust_order = false;                        // EXPERTWIRE_TRUST_ORDER
+    std::string provider =
+        "local";  // "local", or a libfabric name ("tcp;ofi_rxm", "shm", "cxi", "efa", "verbs;ofi_rxm")
+    std::vector<std::string> libraries;  // candidate paths of libfabric.so.1, best first (fabric/discover.py)
+    std::string source_address;          // numeric address to bind; empty: the provider's choice
+    std::string domain;                  // the NIC's domain name; empty: any
+    SignalPath signal_path = SignalPath::automatic;
+    ProviderSettings settings;            // delivery-complete, trust order, rendezvous threshold
+    std::uint32_t outstanding_max = 512;  // SPEC T2
+    std::uint32_t lanes = 1;              // queue pairs per peer
+    std::uint32_t requests_max = 4096;    // requests alive at one time, finished ones that nobody released included
+    std::uint32_t counters = 0;           // 64-bit signal words of region "counters" (SPEC T9)
+    TimeNs timeout_ns = 100'000'000'000;  // SPEC T19: the default of every wait
+    TimeNs hard_timeout_ns = 200'000'000'000;  // SPEC T14
+    TimeNs heartbeat_ns = 1'000'000'000;       // across hosts: one add per peer in this time
+    TimeNs silence_ns = 5'000'000'000;         // no heartbeat for so long: dead
+    bool sync_writes = false;                  // SPEC T3
     LivenessMode liveness = LivenessMode::automatic;
 };
 
-// A dead (or leaving) peer, root cause first: `rank` is the one at fault, `told_by` the rank whose verdict said so, or -1.
+// A dead (or leaving) peer, root cause first: `rank` is the one at fault, `told_by` the rank whose verdict said so, or
+// -1.
 struct Fault {
     std::uint32_t rank = 0;
     std::int32_t told_by = -1;
@@ -63,88 +70,133 @@ struct PeerPulse {
     bool leaving = false;
 };
 
+std::string_view status_name(Status status);
+
+struct Notification {
+    std::uint32_t rank = 0;
+    std::vector<std::byte> payload;
+};
+
+struct Statistics;  // runtime/statistics.hpp
+
 class Context {
   public:
-    explicit Context(const ContextOptions& options);  // [control] opens the provider; creates region "runtime" (and "counters")
-    ~Context();                                        // close(); does nothing in a forked child
+    explicit Context(
+        const ContextOptions& options);  // [control] opens the provider; regions "runtime" (and "counters")
+    ~Context();                          // close(); does nothing in a forked child
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
 
     std::uint32_t rank() const;
     std::uint32_t size() const;
     const ContextOptions& options() const;
+    const Capabilities& capabilities() const;
+    bool closed() const;
 
     // Throws Failure(state) in a forked child (SPEC T21) or after close(). First line of every entry point of bind/.
     void check_usable() const;  // [control]
 
     // ---- regions. Names are unique per context; "runtime" exists from the start and belongs to this class.
-    RegionId create_region(std::string_view name, std::uint64_t bytes);  // [control] memfd, preallocated, zeroed, registered
-    RegionId register_region(std::byte* address, std::uint64_t bytes);   // [control] user memory, announced as "#<id>"
-    void deregister_region(RegionId region, TimeNs timeout_ns);          // [control] refused while a request uses it
-    RegionId region(std::string_view name) const;                        // [control] throws if there is none
-    std::byte* region_address(RegionId region) const;                    // [control] as are the next two
+    RegionId create_region(std::string_view name,
+                           std::uint64_t bytes);  // [control] memfd, preallocated, zeroed, registered
+    RegionId register_region(std::byte* address, std::uint64_t bytes);  // [control] user memory, announced as "#<id>"
+    bool deregister_region(RegionId region, TimeNs until_ns);  // [control] false: still used, call again; throws
+                                                               // Failure(state) only for "runtime" or an unknown region
+    [[noreturn]] void fail_in_use(RegionId region, std::int64_t timeout_ms) const;
+    RegionId region(std::string_view name) const;      // [control] throws if there is none
+    std::byte* region_address(RegionId region) const;  // [control] as are the next two
     std::uint64_t region_bytes(RegionId region) const;
-    int region_fd(RegionId region) const;                                // borrowed; -1 for registered user memory
-    std::vector<std::string> region_names() const;                       // of memfd regions: their descriptors go to node peers
+    int region_fd(RegionId region) const;           // borrowed; -1 for registered user memory
+    std::vector<std::string> region_names() const;  // of memfd regions: their descriptors go to node peers
 
     // ---- peers. What the bootstrap carries: blob() of each rank to every rank, and to node peers the descriptors.
-    std::vector<std::byte> blob() const;                                    // [control] versioned, bounded, binary
-    void add_peer(std::uint32_t rank, std::span<const std::byte> blob);     // [control] again with a newer blob: more regions
-    void remove_peer(std::uint32_t rank);                                   // [control] its requests fail, its lanes close
-    void map_peer(std::uint32_t rank, std::string_view region, int fd);     // [control] dups fd; "runtime" too, for the doorbell
-    std::byte* peer_memory(std::uint32_t rank, std::string_view region) const;         // [any] null where not mapped; own rank: own memory
-    RemoteRegionId remote_region(std::uint32_t rank, std::string_view region) const;   // [control] throws if not announced
+    std::vector<std::byte> blob() const;  // [control] versioned, bounded, binary
+    void add_peer(std::uint32_t rank,
+                  std::span<const std::byte> blob);  // [control] again with a newer blob: more regions
+    void remove_peer(std::uint32_t rank);            // [control] its requests fail, its lanes close
+    void map_peer(std::uint32_t rank, std::string_view region,
+                  int fd);  // [control] fd is borrowed; map "runtime" too: the
+                            // doorbell, heartbeats and barrier words live there
+    std::byte* peer_memory(std::uint32_t rank,
+                           std::string_view region) const;  // [control] null where not mapped; own rank:
+                                                            // own memory. Stable until remove_peer()
+    RemoteRegionId remote_region(std::uint32_t rank,
+                                 std::string_view region) const;  // [control] throws if not announced
     std::uint64_t remote_region_bytes(std::uint32_t rank, std::string_view region) const;  // [control]
-    QueuePairId queue_pair(std::uint32_t rank, std::uint32_t lane = 0) const;              // [any] invalid() where there is none
+    QueuePairId queue_pair(std::uint32_t rank, std::uint32_t lane = 0) const;  // [any] invalid where there is none
 
     // ---- life
-    void start();                     // [control] starts the progress thread
-    void close(TimeNs timeout_ns);    // [control] publishes `leaving`, stops the thread, closes the provider; idempotent, never throws
+    void start();                 // [control] starts the progress thread
+    void close(TimeNs until_ns);  // [control] drains until then, publishes `leaving`, stops, releases; idempotent,
+                                  // never throws
 
-    // ---- submission. A ChunkSpec/ControlSpec names queue_pair(rank), region ids and remote_region(rank, name).
-    Engine::Submitted submit_held(std::uint32_t rank, std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls,
-                                  Level level);  // [token] would_block: nothing was taken, turn and try again
-    Engine::Submitted submit(std::uint32_t rank, std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls,
-                             Level level, TimeNs deadline_ns);  // [control] takes the token, pushes back up to the deadline
+    // ---- submission. chunk(), signal() and notification() check every argument (Failure: what, which peer, value,
+    // limit).
+    ChunkSpec chunk(std::uint32_t rank, OpKind kind, RegionId local, std::uint64_t local_offset, RemoteRegionId remote,
+                    std::uint64_t remote_offset, std::uint64_t bytes, std::uint32_t lane = 0) const;  // [control]
+    ControlSpec signal(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t operand,
+                       Scope scope = Scope::request, std::uint32_t lane = 0) const;  // [control]
+    ControlSpec notification(std::uint32_t rank, std::span<const std::byte> payload, Scope scope = Scope::request,
+                             std::uint32_t lane = 0) const;  // [control] payload is copied by submit()
+    // Chunks larger than the provider's message are split here. Specs built by hand are trusted.
+    Engine::Submitted submit_held(std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                                  std::span<const ControlSpec> controls,
+                                  Level level);  // [token] would_block: nothing taken
+    Engine::Submitted submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                             std::span<const ControlSpec> controls, Level level,
+                             TimeNs until_ns);  // [control] would_block: still full at until_ns, nothing taken
+    [[noreturn]] void fail_full(std::uint32_t rank, std::int64_t timeout_ms);
+    [[noreturn]] void fail_submit(std::uint32_t rank, Status status) const;
     Status status(Ticket request) const;      // [any] one acquire load; `stale` if the record is of another generation
+    std::int32_t error_code(Ticket request);  // [control] the provider's number behind a failure, or 0
+    bool stalled(Ticket request) const;       // [any]
     void release(Ticket request);             // [any] gives the handle up; freed once terminal (may still be in flight)
-    void release_held(Ticket request);        // [token] the same without taking the token
+    void release_held(Ticket request);        // [token] the same
     Status cancel(Ticket request);            // [control]
-    // Helps (turns) and sleeps until the request is terminal, the deadline or a signal of the OS. `pending`: not yet;
-    // slices of ≤ 50 ms let the binder look for Ctrl-C. Ownership never changes.
+    // Helps and sleeps until the request is terminal, `until_ns`, or a signal of the OS: then `pending`. The binder
+    // calls it in slices of <= 50 ms. Ownership never changes.
     Status wait_slice(Ticket request, TimeNs until_ns);  // [control]
 
     // ---- progress (SPEC T13)
     Token& token();
-    bool turn_held(TimeNs budget_ns);    // [token] one turn: poll, step, post; true if anything moved. Stops after the budget
-    bool turn(TimeNs budget_ns);         // [any] the same if the token is free; false: busy elsewhere or nothing moved
-    void enter_help();                   // [any] a caller begins to drive progress: the progress thread parks …
-    void leave_help();                   // [any] … and takes over again. Call leave before sleeping on the doorbell, enter after
-    bool may_spin() const;               // [any] at least as many cores in our cpuset as ranks on this host
-    Doorbell doorbell() const;           // [any] mine: seen(), then flags, then wait()
-    void ring(std::uint32_t rank);       // [any] the doorbell of a mapped rank (mine included); nothing where not mapped
+    bool turn_held(TimeNs budget_ns);  // [token] one turn: poll, step, post; true if anything moved
+    bool turn(TimeNs budget_ns);       // [any] the same if the token is free; false: busy elsewhere or nothing moved
+    void enter_help();                 // [any] a caller begins to drive progress: the progress thread parks …
+    void leave_help();                 // [any] … and takes over. Leave before sleeping on the doorbell, enter after
+    bool may_spin() const;             // [any] at least as many cores in our cpuset as ranks on this host
+    Doorbell doorbell() const;         // [any] mine: seen(), then flags, then wait()
+    void ring(std::uint32_t rank);     // [any] the doorbell of a mapped rank (mine included); nothing where not mapped
+    bool doorbell_slice(std::uint32_t seen, TimeNs until_ns);  // [control] helps once, then sleeps; true: it rang
+    bool word_slice(RegionId region, std::uint64_t offset, std::uint64_t at_least,
+                    TimeNs until_ns);  // [control] throws
+                                       // Failure(peer)
+    int watch_open();                  // [control] an eventfd for an event loop, written to when something completed
+    void watch_close(int fd);          // [control]
 
-    // ---- whole-context waits (SPEC T7): slices as wait_slice. true: reached.
-    struct Quiet { std::uint64_t mark = 0; };
-    Quiet quiet_begin();                                        // [control] everything submitted before this call
-    bool quiet_slice(Quiet mark, TimeNs until_ns);              // [control]
-    std::uint64_t barrier_begin();                              // [control] epoch; announces it behind all earlier traffic
-    bool barrier_slice(std::uint64_t epoch, TimeNs until_ns);   // [control] throws Failure(peer) when a peer died
+    // ---- whole-context waits (SPEC T7), in slices. true: reached.
+    struct Quiet {
+        std::uint64_t mark = 0;
+    };
+    Quiet quiet_begin();                             // [control] everything submitted before this call
+    bool quiet_slice(Quiet quiet, TimeNs until_ns);  // [control]
+    [[noreturn]] void fail_quiet(Quiet quiet, std::int64_t timeout_ms);
+    std::uint64_t barrier_begin(TimeNs until_ns);  // [control] its epoch; announced behind all earlier traffic
+    bool barrier_slice(std::uint64_t epoch, TimeNs until_ns);  // [control] throws Failure(peer) when a peer died
+    [[noreturn]] void fail_barrier(std::uint64_t epoch, std::int64_t timeout_ms);
 
     // ---- liveness (SPEC T19, E8)
-    std::optional<Fault> fault();                     // [any but not under the token] first dead peer, root cause first
-    bool has_fault() const;                           // [any] one load: something is wrong, ask fault()
-    void publish_call(std::uint64_t sequence, std::uint64_t phase);  // [any] goes out with my pulse: stores now, adds soon
-    void publish_verdict(std::uint32_t dead_rank);    // [any] before an operation raises PeerError
-    PeerPulse pulse(std::uint32_t rank) const;        // [any]
+    std::optional<Fault>
+    fault();                 // [control] first dead peer, root cause first; may wait <= 500 ms for another's verdict
+    bool has_fault() const;  // [any] one load: something is wrong, ask fault()
+    [[noreturn]] void raise_fault(const Fault& fault, std::string_view doing) const;  // Failure(peer) in words
+    void publish_call(std::uint64_t sequence,
+                      std::uint64_t phase);         // [any] goes out with my pulse: stores now, adds soon
+    void publish_verdict(std::uint32_t dead_rank);  // [any] before an operation raises PeerError
+    PeerPulse pulse(std::uint32_t rank) const;      // [any]
 
-    // ---- what arrived
-    struct Notification { std::uint32_t rank; std::vector<std::byte> payload; };
-    std::vector<Notification> take_notifications();   // [control]
-
-    // ---- records
-    struct Statistics;                                // runtime/statistics.hpp
-    Statistics statistics();                          // [control] a snapshot
+    // ---- what arrived, and records
+    std::vector<Notification> take_notifications();  // [control]
+    Statistics statistics();                         // [control] a snapshot
 
   private:
     struct State;
@@ -155,8 +207,11 @@ class Context {
 class TokenGuard {
   public:
     explicit TokenGuard(Context& context) : context_(context), held_(context.token().try_take()) {}
-    TokenGuard(Context& context, TimeNs deadline_ns) : context_(context), held_(context.token().take_until(deadline_ns)) {}
-    ~TokenGuard() { if (held_) context_.token().give(); }
+    TokenGuard(Context& context, TimeNs deadline_ns)
+        : context_(context), held_(context.token().take_until(deadline_ns)) {}
+    ~TokenGuard() {
+        if (held_) context_.token().give();
+    }
     TokenGuard(const TokenGuard&) = delete;
     TokenGuard& operator=(const TokenGuard&) = delete;
     explicit operator bool() const { return held_; }

@@ -14,8 +14,9 @@ class Token {
     Token(const Token&) = delete;
     Token& operator=(const Token&) = delete;
 
-    bool try_take();                      // one compare-and-swap, never blocks
-    bool take_until(TimeNs deadline_ns);  // spins briefly, then sleeps until given back or the deadline (monotonic clock)
+    bool try_take();  // one compare-and-swap, never blocks
+    bool take_until(
+        TimeNs deadline_ns);  // spins briefly, then sleeps until given back or the deadline (monotonic clock)
     void give();
     bool held() const { return word_.load(std::memory_order_relaxed) != 0; }
 

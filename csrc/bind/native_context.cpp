@@ -1,0 +1,513 @@
+// `_native.Context` and `_native.Request`: thin, no decisions. Every call releases the GIL; every wait runs in slices
+// of at most 50 ms between which Python's signals are looked at.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bind/native_bind.hpp"
+#include "runtime/statistics.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace expertwire::bind {
+
+using runtime::Context;
+using runtime::Failure;
+using runtime::FailureKind;
+
+void check_signals() {
+    nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+namespace {
+
+constexpr TimeNs slice_ns = 50'000'000;  // Ctrl-C is answered within 100 ms (SPEC T19)
+
+using ChunkTuple = std::tuple<std::uint32_t, std::uint64_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint32_t>;
+using SignalTuple = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, int, std::uint32_t>;
+
+TimeNs deadline_after(std::int64_t timeout_ms) {
+    return runtime::now_ns() + static_cast<TimeNs>(std::max<std::int64_t>(timeout_ms, 0)) * 1'000'000;
+}
+
+// Runs `slice(until)` until it says that it is done; between slices looks for Ctrl-C. False: the deadline passed.
+template <class Slice>
+bool wait_in_slices(std::int64_t timeout_ms, Slice slice) {
+    const TimeNs deadline = deadline_after(timeout_ms);
+    while (true) {
+        if (slice(std::min(deadline, runtime::now_ns() + slice_ns))) return true;
+        check_signals();
+        if (runtime::now_ns() >= deadline) return false;
+    }
+}
+
+struct PyRequest {
+    std::shared_ptr<Context> context;
+    Ticket ticket;
+    std::uint32_t rank = 0;
+    std::atomic<bool> released{false};
+
+    PyRequest(std::shared_ptr<Context> owner, Ticket request, std::uint32_t peer)
+        : context(std::move(owner)), ticket(request), rank(peer) {}
+    ~PyRequest() { release(); }
+    void release() {
+        if (!released.exchange(true)) context->release(ticket);
+    }
+};
+
+std::string text(nb::handle value) {
+    return nb::cast<std::string>(value);
+}
+
+// One option of the constructor's dict; absent keeps the default of ContextOptions.
+template <class T>
+void take_option(const nb::dict& options, const char* key, T& field) {
+    if (options.contains(key)) field = nb::cast<T>(options[key]);
+}
+
+void take_ms(const nb::dict& options, const char* key, TimeNs& field) {
+    if (!options.contains(key)) return;
+    const auto ms = nb::cast<std::int64_t>(options[key]);
+    if (ms < 1)
+        throw Failure(FailureKind::invalid_argument,
+                      std::string(key) + " is " + std::to_string(ms) + "; it must be at least 1");
+    field = static_cast<TimeNs>(ms) * 1'000'000;
+}
+
+runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, const nb::dict& options) {
+    static constexpr const char* known[] = {
+        "provider",     "interface",   "library",           "max_outstanding", "lanes",
+        "requests_max", "counters",    "timeout_ms",        "hard_timeout_ms", "heartbeat_ms",
+        "silence_ms",   "sync_writes", "delivery_complete", "trust_order",     "liveness"};
+    for (auto [key, value] : options) {
+        const std::string name = text(key);
+        if (std::none_of(std::begin(known), std::end(known), [&](const char* word) { return name == word; }))
+            throw Failure(FailureKind::invalid_argument, "unknown option '" + name + "' of Context");
+    }
+    runtime::ContextOptions result;
+    result.rank = rank;
+    result.size = size;
+    take_option(options, "provider", result.provider);
+    take_option(options, "interface", result.interface);
+    take_option(options, "library", result.library);
+    take_option(options, "max_outstanding", result.outstanding_max);
+    take_option(options, "lanes", result.queue_pairs_per_peer);
+    take_option(options, "requests_max", result.requests_max);
+    take_option(options, "counters", result.counters);
+    take_ms(options, "timeout_ms", result.timeout_ns);
+    result.hard_timeout_ns = 2 * result.timeout_ns;
+    take_ms(options, "hard_timeout_ms", result.hard_timeout_ns);
+    take_ms(options, "heartbeat_ms", result.heartbeat_ns);
+    take_ms(options, "silence_ms", result.silence_ns);
+    take_option(options, "sync_writes", result.sync_writes);
+    take_option(options, "delivery_complete", result.delivery_complete);
+    take_option(options, "trust_order", result.trust_order);
+    if (options.contains("liveness")) {
+        const std::string mode = text(options["liveness"]);
+        if (mode != "auto" && mode != "heartbeat")
+            throw Failure(FailureKind::invalid_argument,
+                          "liveness is '" + mode + "'; it must be 'auto' or 'heartbeat'");
+        result.liveness = mode == "auto" ? runtime::LivenessMode::automatic : runtime::LivenessMode::heartbeat;
+    }
+    return result;
+}
+
+OpKind parse_kind(const std::string& kind) {
+    if (kind == "write") return OpKind::write;
+    if (kind == "read") return OpKind::read;
+    throw Failure(FailureKind::invalid_argument, "kind is '" + kind + "'; it must be 'write' or 'read'");
+}
+
+std::unique_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, const std::string& kind,
+                                  const std::vector<ChunkTuple>& chunks, const std::vector<SignalTuple>& signals,
+                                  const std::optional<std::string>& notification, bool delivered,
+                                  std::int64_t timeout_ms) {
+    Context& context = *self.context;
+    context.check_usable();
+    const OpKind op = parse_kind(kind);
+    std::vector<ChunkSpec> specs(chunks.size());
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+        const auto& [local, local_offset, remote, remote_offset, bytes, lane] = chunks[i];
+        specs[i] =
+            context.chunk(rank, op, RegionId{local}, local_offset, RemoteRegionId{remote}, remote_offset, bytes, lane);
+    }
+    std::vector<ControlSpec> controls;
+    for (const auto& [remote, offset, operand, scope, lane] : signals)
+        controls.push_back(
+            context.signal(rank, RemoteRegionId{remote}, offset, operand, static_cast<Scope>(scope), lane));
+    if (notification) {
+        const auto* bytes = reinterpret_cast<const std::byte*>(notification->data());
+        controls.push_back(context.notification(rank, {bytes, notification->size()}, Scope::request, 0));
+    }
+    Engine::Submitted submitted{};
+    const bool taken = wait_in_slices(timeout_ms, [&](TimeNs until) {
+        submitted = context.submit(rank, specs, controls, delivered ? Level::delivered : Level::local, until);
+        return submitted.status != Status::would_block;
+    });
+    if (!taken) context.fail_full(rank, timeout_ms);
+    if (submitted.status != Status::ok) context.fail_submit(rank, submitted.status, specs.size(), controls.size());
+    return std::make_unique<PyRequest>(self.context, submitted.request, rank);
+}
+
+int request_wait(PyRequest& self, std::int64_t timeout_ms) {
+    self.context->check_usable();
+    Status status = Status::pending;
+    wait_in_slices(timeout_ms, [&](TimeNs until) {
+        status = self.context->wait_slice(self.ticket, until);
+        return status != Status::pending;
+    });
+    return static_cast<int>(status);
+}
+
+void register_failures() {
+    nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+        static constexpr const char* names[] = {"InvalidArgumentError", "InvalidTypeError", "CapacityError",
+                                                "StateError",           "MismatchError",    "PeerError",
+                                                "TransferError",        "DeadlineError",    "CancelledRequestError",
+                                                "UnavailableError"};
+        try {
+            std::rethrow_exception(pointer);
+        } catch (const Failure& failure) {
+            nb::object type = nb::module_::import_("expertwire.errors").attr(names[static_cast<int>(failure.kind())]);
+            nb::object error =
+                failure.kind() == FailureKind::peer ? type(failure.what(), failure.rank()) : type(failure.what());
+            PyErr_SetObject(type.ptr(), error.ptr());
+        }
+    });
+}
+
+void bind_request(nb::module_& module) {
+    nb::class_<PyRequest>(module, "Request",
+                          "One logical request. Dropping it gives the handle up, never the memory it still uses.")
+        .def(
+            "status", [](const PyRequest& self) { return static_cast<int>(self.context->status(self.ticket)); },
+            "One local load (SPEC T13): 0 ok, 1 pending, else the number of the failure (Context.status_name).")
+        .def(
+            "turn",
+            [](const PyRequest& self) {
+                if (self.context->status(self.ticket) == Status::pending) self.context->turn(20'000);
+                return static_cast<int>(self.context->status(self.ticket));
+            },
+            nb::call_guard<nb::gil_scoped_release>(),
+            "Help the engine for at most 20 us if nobody does, then status().")
+        .def("wait", &request_wait, "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>(),
+             "The terminal status, or 1 (pending) when the deadline passed: the request then still owns its memory.")
+        .def(
+            "cancel",
+            [](const PyRequest& self) {
+                self.context->check_usable();
+                return static_cast<int>(self.context->cancel(self.ticket));
+            },
+            nb::call_guard<nb::gil_scoped_release>(),
+            "0: cancelled before anything was posted. 'refused': posted work is still owned; the handle stays valid.")
+        .def(
+            "stalled", [](const PyRequest& self) { return self.context->stalled(self.ticket); },
+            "True once a wait for it has passed its deadline (a flag, not a state).")
+        .def(
+            "code", [](const PyRequest& self) { return self.context->error_code(self.ticket); },
+            "The provider's own error number behind a failure, or 0.")
+        .def("release", &PyRequest::release, nb::call_guard<nb::gil_scoped_release>(),
+             "Give the handle up now; what it owns is freed once it is terminal. Idempotent.")
+        .def_ro("rank", &PyRequest::rank, "The peer.");
+}
+
+template <class Class>
+void bind_regions(Class& cls) {
+    using Self = const PyContext&;
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    cls.def(
+           "create_region",
+           [](Self self, const std::string& name, std::uint64_t bytes) {
+               return self.context->create_region(name, bytes).value;
+           },
+           "name"_a, "bytes"_a, Release(),
+           "A shared region of `bytes` zero bytes (memfd, preallocated), registered with the provider; its number.\n"
+           "Raises InvalidArgumentError (name taken, 0 bytes), CapacityError (no memory: call, bytes, errno).")
+        .def(
+            "register_region",
+            [](Self self, std::uintptr_t address, std::uint64_t bytes) {
+                return self.context->register_region(reinterpret_cast<std::byte*>(address), bytes).value;
+            },
+            "address"_a, "bytes"_a, Release(),
+            "Register the caller's memory, announced to peers as '#<number>'; its number.")
+        .def(
+            "deregister_region",
+            [](Self self, std::uint32_t region, std::int64_t timeout_ms) {
+                wait_in_slices(timeout_ms,
+                               [&](TimeNs until) { return self.context->deregister_region(RegionId{region}, until); });
+            },
+            "region"_a, "timeout_ms"_a, Release(),
+            "Raises StateError while a request uses the region (after waiting up to timeout_ms).")
+        .def(
+            "region", [](Self self, const std::string& name) { return self.context->region(name).value; }, "name"_a,
+            Release(), "The number of the region of that name.")
+        .def(
+            "region_address",
+            [](Self self, std::uint32_t region) {
+                return reinterpret_cast<std::uintptr_t>(self.context->region_address(RegionId{region}));
+            },
+            "region"_a, Release(), "Its first byte's address in this process.")
+        .def(
+            "region_bytes",
+            [](Self self, std::uint32_t region) { return self.context->region_bytes(RegionId{region}); }, "region"_a,
+            Release(), "Its size.")
+        .def(
+            "region_fd", [](Self self, std::uint32_t region) { return self.context->region_fd(RegionId{region}); },
+            "region"_a, Release(),
+            "Its descriptor, borrowed (-1: the caller's memory). Pass it to node peers, do not close it.")
+        .def(
+            "region_names", [](Self self) { return self.context->region_names(); }, Release(),
+            "Names of the shared regions, 'runtime' first: node peers map each of them.");
+}
+
+template <class Class>
+void bind_peers(Class& cls) {
+    using Self = const PyContext&;
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    cls.def(
+           "blob",
+           [](Self self) {
+               std::vector<std::byte> blob;
+               {
+                   nb::gil_scoped_release release;
+                   blob = self.context->blob();
+               }
+               return nb::bytes(blob.data(), blob.size());
+           },
+           "What the bootstrap carries to every rank: address, regions with keys, pid and start time. Versioned, "
+           "binary.")
+        .def(
+            "add_peer",
+            [](Self self, std::uint32_t rank, nb::bytes blob) {
+                const auto* data = static_cast<const std::byte*>(blob.data());
+                const std::size_t bytes = blob.size();
+                nb::gil_scoped_release release;
+                self.context->add_peer(rank, {data, bytes});
+            },
+            "rank"_a, "blob"_a,
+            "Make the rank reachable and watch whether it lives. Again with a newer blob of the same process: adds "
+            "regions.\n"
+            "Raises InvalidArgumentError (rank, malformed blob), MismatchError (version, rank, size, provider).")
+        .def(
+            "remove_peer", [](Self self, std::uint32_t rank) { self.context->remove_peer(rank); }, "rank"_a, Release(),
+            "Its requests fail, its lanes close; add_peer may follow.")
+        .def(
+            "map_peer",
+            [](Self self, std::uint32_t rank, const std::string& region, int fd) {
+                self.context->map_peer(rank, region, fd);
+            },
+            "rank"_a, "region"_a, "fd"_a, Release(),
+            "Map a node peer's region of that name; the descriptor is only borrowed. Map 'runtime' too: its doorbell "
+            "is there.")
+        .def(
+            "peer_address",
+            [](Self self, std::uint32_t rank, const std::string& region) {
+                return reinterpret_cast<std::uintptr_t>(self.context->peer_memory(rank, region));
+            },
+            "rank"_a, "region"_a, Release(), "Where it is mapped here; 0 if it is not.")
+        .def(
+            "remote_region",
+            [](Self self, std::uint32_t rank, const std::string& region) {
+                return self.context->remote_region(rank, region).value;
+            },
+            "rank"_a, "region"_a, Release(), "The number under which submit() knows a peer's region.")
+        .def(
+            "remote_region_bytes",
+            [](Self self, std::uint32_t rank, const std::string& region) {
+                return self.context->remote_region_bytes(rank, region);
+            },
+            "rank"_a, "region"_a, Release(), "The size that the peer announced.");
+}
+
+template <class Class>
+void bind_waits(Class& cls) {
+    using Self = const PyContext&;
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    cls.def(
+           "quiet",
+           [](Self self, std::int64_t timeout_ms) {
+               const auto mark = self.context->quiet_begin();
+               if (!wait_in_slices(timeout_ms, [&](TimeNs until) { return self.context->quiet_slice(mark, until); }))
+                   self.context->fail_quiet(mark, timeout_ms);
+           },
+           "timeout_ms"_a, Release(),
+           "Wait until everything submitted before the call is terminal; later submissions do not extend it.\n"
+           "Raises DeadlineError with what is still unfinished.")
+        .def(
+            "barrier",
+            [](Self self, std::int64_t timeout_ms) {
+                const std::uint64_t epoch = self.context->barrier_begin(deadline_after(timeout_ms));
+                if (!wait_in_slices(timeout_ms,
+                                    [&](TimeNs until) { return self.context->barrier_slice(epoch, until); }))
+                    self.context->fail_barrier(epoch, timeout_ms);
+            },
+            "timeout_ms"_a, Release(),
+            "All ranks have arrived, and what each sent to this rank before its barrier is here.\n"
+            "Raises DeadlineError naming the ranks that have not arrived, PeerError.")
+        .def(
+            "wait_word",
+            [](Self self, std::uint32_t region, std::uint64_t offset, std::uint64_t at_least, std::int64_t timeout_ms) {
+                return wait_in_slices(timeout_ms, [&](TimeNs until) {
+                    return self.context->word_slice(RegionId{region}, offset, at_least, until);
+                });
+            },
+            "region"_a, "offset"_a, "at_least"_a, "timeout_ms"_a, Release(),
+            "Wait until the 64-bit word of one of my regions is >= at_least; False when the deadline passed. Raises "
+            "PeerError.")
+        .def(
+            "turn", [](Self self) { return self.context->turn(20'000); }, Release(),
+            "One turn of at most 20 us if the token is free.")
+        .def(
+            "ring", [](Self self, std::uint32_t rank) { self.context->ring(rank); }, "rank"_a, Release(),
+            "Ring a mapped rank's doorbell after storing into its memory.")
+        .def(
+            "doorbell_seen", [](Self self) { return self.context->doorbell().seen(); },
+            "The count for doorbell_wait().")
+        .def(
+            "doorbell_wait",
+            [](Self self, std::uint32_t seen, std::int64_t timeout_ms) {
+                return wait_in_slices(timeout_ms,
+                                      [&](TimeNs until) { return self.context->doorbell_slice(seen, until); });
+            },
+            "seen"_a, "timeout_ms"_a, Release(),
+            "Sleep until my doorbell has rung since `seen`; False when the deadline passed.")
+        .def(
+            "watch_open", [](Self self) { return self.context->watch_open(); }, Release(),
+            "A descriptor that becomes readable when something completed; for event loops. Ends with watch_close().")
+        .def(
+            "watch_close", [](Self self, int fd) { self.context->watch_close(fd); }, "fd"_a, Release(),
+            "Close a watch. Idempotent.");
+}
+
+template <class Class>
+void bind_records(Class& cls) {
+    using Self = const PyContext&;
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    cls.def(
+           "fault",
+           [](Self self) -> std::optional<std::tuple<std::uint32_t, int, std::string>> {
+               const auto fault = self.context->fault();
+               if (!fault) return std::nullopt;
+               return std::make_tuple(fault->rank, fault->told_by, fault->why);
+           },
+           Release(), "None, or (rank at fault, rank that told or -1, why): the first dead peer, root cause first.")
+        .def(
+            "pulse",
+            [](Self self, std::uint32_t rank) {
+                const auto pulse = self.context->pulse(rank);
+                return std::make_tuple(pulse.heartbeat, pulse.call_sequence, pulse.phase, pulse.age_ns, pulse.leaving);
+            },
+            "rank"_a, Release(),
+            "(heartbeats, call sequence, phase, ns since the last heartbeat, leaving) as last heard.")
+        .def(
+            "publish_call",
+            [](Self self, std::uint64_t sequence, std::uint64_t phase) { self.context->publish_call(sequence, phase); },
+            "sequence"_a, "phase"_a, Release(), "What my pulse tells the others about where I am.")
+        .def(
+            "publish_verdict", [](Self self, std::uint32_t rank) { self.context->publish_verdict(rank); }, "rank"_a,
+            Release(), "Tell every live peer whom I hold dead, before raising PeerError.")
+        .def(
+            "take_notifications",
+            [](Self self) {
+                std::vector<Context::Notification> taken;
+                {
+                    nb::gil_scoped_release release;
+                    taken = self.context->take_notifications();
+                }
+                nb::list result;
+                for (const auto& item : taken)
+                    result.append(nb::make_tuple(item.rank, nb::bytes(item.payload.data(), item.payload.size())));
+                return result;
+            },
+            "list[(rank, bytes)] in order of arrival; each is given once.")
+        .def(
+            "statistics",
+            [](Self self) {
+                std::vector<std::pair<const char*, std::uint64_t>> rows;
+                {
+                    nb::gil_scoped_release release;
+                    rows = self.context->statistics().rows();
+                }
+                nb::dict result;
+                for (const auto& [name, value] : rows) result[name] = value;
+                return result;
+            },
+            "dict[str, int] of counters, a snapshot; fabric.stats.Statistics gives them names and types.")
+        .def_prop_ro(
+            "capabilities",
+            [](Self self) {
+                const Capabilities& what = self.context->capabilities();
+                nb::dict result;
+                result["provider"] = what.provider;
+                result["ordering"] = static_cast<int>(what.ordering);
+                result["delivery_complete"] = what.delivery_complete;
+                result["remote_atomics"] = what.remote_atomics;
+                result["message_bytes_max"] = what.message_bytes_max;
+                result["why"] = what.why;
+                return result;
+            },
+            "dict of what the provider promises (csrc/provider/capabilities.hpp).");
+}
+
+}  // namespace
+
+void bind_context(nb::module_& module) {
+    register_failures();
+    bind_request(module);
+    module.def(
+        "status_name", [](int status) { return std::string(runtime::status_name(static_cast<Status>(status))); },
+        "status"_a, "The word for a status number.");
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    auto cls = nb::class_<PyContext>(module, "Context",
+                                     "One transport instance: provider, engine, regions, peers, one progress thread.");
+    cls.def(
+        "__init__",
+        [](PyContext* self, std::uint32_t rank, std::uint32_t size, const nb::dict& options) {
+            const auto parsed = read_options(rank, size, options);
+            nb::gil_scoped_release release;
+            new (self) PyContext{std::make_shared<Context>(parsed)};
+        },
+        "rank"_a, "size"_a, "options"_a,
+        "options: provider, interface, library, max_outstanding, lanes, requests_max, counters, timeout_ms, "
+        "hard_timeout_ms,\n"
+        "heartbeat_ms, silence_ms, sync_writes, delivery_complete (-1 auto, 0, 1), trust_order, liveness ('auto', "
+        "'heartbeat').\n"
+        "Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.");
+    bind_regions(cls);
+    bind_peers(cls);
+    cls.def(
+           "start", [](const PyContext& self) { self.context->start(); }, Release(), "Start the progress thread. Once.")
+        .def(
+            "close",
+            [](const PyContext& self, std::int64_t timeout_ms) { self.context->close(deadline_after(timeout_ms)); },
+            "timeout_ms"_a = 2000, Release(),
+            "Drain for at most timeout_ms, tell the peers that this rank leaves, stop and release everything. "
+            "Idempotent.")
+        .def("submit", &submit, "rank"_a, "kind"_a, "chunks"_a, "signals"_a, "notification"_a.none(), "delivered"_a,
+             "timeout_ms"_a, Release(),
+             "One logical request. kind: 'write' or 'read'; chunks: [(local region, offset, remote region, offset, "
+             "bytes, lane)];\n"
+             "signals: [(remote region, byte offset (8-aligned), value added, scope 0 request|1 queue pair|2 peer, "
+             "lane)], sent once\n"
+             "what they cover is there; notification: bytes or None, likewise. Full: waits up to timeout_ms, then "
+             "DeadlineError.")
+        .def_prop_ro("rank", [](const PyContext& self) { return self.context->rank(); })
+        .def_prop_ro("size", [](const PyContext& self) { return self.context->size(); })
+        .def_prop_ro("closed", [](const PyContext& self) { return self.context->closed(); });
+    bind_waits(cls);
+    bind_records(cls);
+}
+
+}  // namespace expertwire::bind
