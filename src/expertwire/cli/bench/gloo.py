@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-BLOCK_TOKENS = 32  # of the reduction: 32 × 7168 × 4 bytes stay in a core's L2 cache
+BLOCK_TOKENS = 64  # of the reduction: 64 × 7168 × 4 bytes and the rows added stay in the cache
 
 
 @dataclass
