@@ -1,0 +1,446 @@
+"""`Buffer`: DeepEP's surface. It checks arguments and delegates; the work is done by the backend of the tensors' device."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from expertwire.ep import checks
+from expertwire.ep.config import COMBINE_TABLE, DISPATCH_TABLE, Config, low_latency_rdma_size_hint, nearest_config, require_int
+from expertwire.ep.event import EventHandle, EventOverlap
+from expertwire.ep.handle import Handle
+from expertwire.ep.layout import check_node_table, expert_bounds
+from expertwire.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MismatchError,
+    StateError,
+    UnavailableError,
+)
+
+if TYPE_CHECKING:
+    from expertwire.ep.cpu.backend import CpuBackend
+
+topk_idx_t = torch.int64
+
+# Names that variants of DeepEP's Buffer take and that ask for nothing here.
+_VARIANTS = frozenset({"use_fabric", "allow_nvlink_for_normal_mode", "is_intranode"})
+_numbers = itertools.count()
+
+
+class _State(Enum):
+    """live → failed | destroyed; failed → destroyed."""
+
+    live = "live"
+    failed = "failed"
+    destroyed = "destroyed"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that one rank allocates for a Buffer."""
+
+    control_bytes: int
+    staging_bytes: int
+    data_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.control_bytes + self.staging_bytes + self.data_bytes
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Names a Buffer in its handles, which thus keep nothing of it alive."""
+
+    number: int
+    rank: int
+
+    def __repr__(self) -> str:
+        return f"<Buffer {self.number} of rank {self.rank}>"
+
+
+class Buffer:
+    """Communication buffer of one rank for expert-parallel dispatch and combine.
+
+    Making it, `dispatch`, `combine` and `destroy` are collective: every rank of the group calls them, in the same order. Calls from several
+    threads are serialised. After an operation has failed half-way (deadline, dead peer, Ctrl-C) the Buffer is failed: every later call
+    raises `StateError` naming the first error, and only `destroy` works.
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: object,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: object = None,
+        *,
+        node_of: Sequence[object] | None = None,
+        provider: str | None = None,
+        timeout_ms: int | None = None,
+        max_local_experts: int = 2048,
+        **variants: object,
+    ) -> None:
+        """Exchange settings over `group`, prove which ranks share memory, and allocate.
+
+        Args:
+            group: a torch.distributed group (gloo is enough: only `all_gather_object` is used, and nothing after construction), or an
+                `expertwire.ep.bootstrap.Launch`.
+            num_nvl_bytes: bytes of the data region, which holds received rows and combine inputs. 0: 256 MiB.
+            num_rdma_bytes: most bytes for the rings to and from ranks of other nodes. 0: what they need for full speed.
+            low_latency_mode, enable_shrink: not there yet, True is refused.
+            explicitly_destroy: False: the Buffer is released when it dies. True: only `destroy()` or the interpreter's exit releases it.
+            comm: an mpi4py communicator in place of `group`.
+            node_of: node of each rank, any hashable names; by default ranks that can map each other's memory are one node.
+            provider: network provider, "tcp" or "local"; by default `EXPERTWIRE_PROVIDER`, else the best found.
+            timeout_ms: deadline of each operation; by default `EXPERTWIRE_TIMEOUT_MS`, else 100,000.
+            max_local_experts: most experts per rank that any dispatch will have.
+            num_qps_per_rank, allow_*, and the variants `use_fabric`, `allow_nvlink_for_normal_mode`, `is_intranode`: taken for callers'
+                sake, they ask for nothing here.
+
+        Raises:
+            InvalidArgumentError: an argument cannot be used. UnavailableError: not there yet, or missing on this machine.
+            MismatchError: ranks disagree on a setting. CapacityError: no room for a region.
+        """
+        for name in variants:
+            if name not in _VARIANTS:
+                raise InvalidTypeError(f"Buffer has no argument {name!r}; beside DeepEP's own it takes {', '.join(sorted(_VARIANTS))}")
+        for name, value in (("low_latency_mode", low_latency_mode), ("enable_shrink", enable_shrink)):
+            if value:
+                raise UnavailableError(f"{name} is {value!r}; it is not there yet, this version has the high-throughput mode alone")
+        self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, 0)
+        self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, 0)
+        require_int("num_qps_per_rank", num_qps_per_rank, 1)
+        require_int("max_local_experts", max_local_experts, 1)
+        if timeout_ms is not None:
+            require_int("timeout_ms", timeout_ms, 1)
+        self.group = group
+        self.low_latency_mode = False
+        self.explicitly_destroy = bool(explicitly_destroy)
+        self.enable_shrink = False
+        from expertwire.ep.bootstrap import Launch, launch_of
+        from expertwire.ep.cpu.backend import CpuBackend
+
+        launch: Launch = launch_of(group, comm)
+        self.rank, self.group_size = launch.rank, launch.size
+        if node_of is not None:
+            node_of = check_node_table("node_of", node_of, launch.size)
+        self._identity = _Identity(next(_numbers), self.rank)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._state = _State.live
+        self._first_error = ""
+        self.runtime: CpuBackend = CpuBackend.open(
+            launch,
+            data_bytes=self.num_nvl_bytes,
+            staging_bytes_max=self.num_rdma_bytes,
+            local_experts_max=max_local_experts,
+            node_of=node_of,
+            provider=provider,
+            timeout_ms=timeout_ms,
+            release_at_death=not explicitly_destroy,
+        )
+
+    # ---- statics
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether kernels for NVIDIA's sm90 are compiled in. Never: kernels are compiled when first used."""
+        return False
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Number of streaming multiprocessors for kernels, even. Sizes the hints of `Config` too."""
+        number = require_int("new_num_sms", new_num_sms, 0)
+        if number % 2:
+            raise InvalidArgumentError(f"new_num_sms is {number}; it must be even")
+        Buffer.num_sms = number
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event at the current point of the current stream. Complete already on CPU."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Tuned values for a dispatch among `num_ranks` ranks: the table's entry or the nearest one."""
+        return nearest_config(DISPATCH_TABLE, num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Tuned values for a combine among `num_ranks` ranks: the table's entry or the nearest one."""
+        return nearest_config(COMBINE_TABLE, num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+        """Bytes of `num_rdma_bytes` that the low-latency mode needs."""
+        return low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def memory_plan(
+        node_of: Sequence[object],
+        *,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        num_max_recv_tokens: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        max_local_experts: int = 2048,
+    ) -> list[MemoryPlan]:
+        """Bytes that each rank of such a Buffer allocates, before anything is allocated. [R]
+
+        With `num_max_recv_tokens` and `hidden` (BF16), the data region is one in which a dispatch that receives so many rows is returned as
+        views and its combine input fits too: give that plan's `data_bytes` as `num_nvl_bytes`.
+        """
+        from expertwire.ep.cpu.backend import memory_plan
+
+        sizes = memory_plan(
+            check_node_table("node_of", node_of, len(node_of)),
+            data_bytes=require_int("num_nvl_bytes", num_nvl_bytes, 0),
+            staging_bytes_max=require_int("num_rdma_bytes", num_rdma_bytes, 0),
+            local_experts_max=require_int("max_local_experts", max_local_experts, 1),
+            rows=require_int("num_max_recv_tokens", num_max_recv_tokens, 0),
+            row_bytes=2 * require_int("hidden", hidden, 0),
+            topk=require_int("num_topk", num_topk, 0),
+        )
+        return [MemoryPlan(*size) for size in sizes]
+
+    # ---- what is
+
+    @property
+    def node_of(self) -> tuple[int, ...]:
+        """Node of each rank, as proved or given."""
+        return self.runtime.node_of
+
+    @property
+    def num_nodes(self) -> int:
+        return max(self.node_of) + 1
+
+    def __repr__(self) -> str:
+        return f"<Buffer rank {self.rank} of {self.group_size}, {self.num_nodes} nodes, {self._state.value}>"
+
+    def get_comm_stream(self) -> torch.Stream:
+        """The stream that operations run on. Raises `UnavailableError` on CPU: operations run in the caller's thread."""
+        raise UnavailableError("this Buffer works on CPU tensors, which have no streams: operations run in the calling thread")
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | Sequence[int] | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """The data region of this rank as a tensor of `dtype`, from byte `offset`. It holds received rows: data only, no word of the protocol.
+
+        Args:
+            size: shape; None: one dimension, all that is left.
+            use_rdma_buffer: the low-latency mode's buffer: not there yet, True is refused.
+        """
+        if use_rdma_buffer:
+            raise UnavailableError("use_rdma_buffer is True; it is the low-latency mode's buffer, which is not there yet")
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidTypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        with self._calling("get_local_buffer_tensor"):
+            total = self.runtime.data_bytes
+            start = require_int("offset", offset, 0, total)
+            if start % dtype.itemsize:
+                raise InvalidArgumentError(f"offset is {start}; it must be a multiple of {dtype.itemsize}, the bytes of {dtype}")
+            shape = tuple(size) if size is not None else ((total - start) // dtype.itemsize,)
+            count = 1
+            for place, length in enumerate(shape):
+                count *= require_int(f"size[{place}]", length, 0)
+            if count * dtype.itemsize > total - start:
+                raise InvalidArgumentError(
+                    f"size is {list(shape)}: {count * dtype.itemsize} bytes of {dtype} from offset {start}; the data region has {total} bytes"
+                )
+            return self.runtime.data_tensor(dtype, start, shape)
+
+    # ---- operations
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Who gets what. Local: nothing is sent.
+
+        Args:
+            topk_idx: expert numbers int64 or int32 [T, K]; −1 is "no expert". A duplicate counts once per rank and twice per expert.
+            num_experts: E, of all ranks.
+
+        Returns:
+            num_tokens_per_rank i32[R], num_tokens_per_rdma_rank i32[RR] (None on one node), num_tokens_per_expert i32[E],
+            is_token_in_rank bool[T, R], event.
+        """
+        checks.events(None, previous_event, async_finish, allocate_on_comm_stream)
+        experts = require_int("num_experts", num_experts, 1)
+        ids = checks.expert_ids("topk_idx", topk_idx, experts)
+        with self._calling("get_dispatch_layout"):
+            per_rank, per_node, per_expert, in_rank = self.runtime.layout(ids, experts)
+        return per_rank, per_node if self.num_nodes > 1 else None, per_expert, in_rank, _event(async_finish)
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: Handle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Send each row to every rank that has one of its experts. Collective.
+
+        Args:
+            x: rows bf16 [T, H], any strides.
+            handle: of an earlier dispatch: the same routing again; then every argument of the layout and top-k must be None.
+            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned.
+            topk_idx: int64 or int32 [T, K], topk_weights: f32 [T, K]; both optional.
+            expert_alignment: the returned counts are rounded up to it; the real ones are in the handle.
+            num_worst_tokens: not there yet, only 0.
+            previous_event, async_finish, allocate_on_comm_stream: events are complete on CPU.
+
+        Returns:
+            recv_x bf16 [N, H] by source rank, then source token; recv_topk_idx [N, K] of local experts, −1 elsewhere;
+            recv_topk_weights f32 [N, K], 0.0 where the id is −1; rows per local expert; handle; event. With `handle`, only recv_x and event.
+
+        Raises:
+            InvalidArgumentError: an argument cannot be used; nothing was sent. MismatchError: ranks called with different shapes.
+            CapacityError: a rank receives more than its data region has room for. PeerError, DeadlineError: the Buffer is failed.
+        """
+        checks.events(config, previous_event, async_finish, allocate_on_comm_stream)
+        alignment = require_int("expert_alignment", expert_alignment, 1)
+        if require_int("num_worst_tokens", num_worst_tokens, 0):
+            raise UnavailableError(f"num_worst_tokens is {num_worst_tokens}; it is not there yet, give 0")
+        layout = {
+            "num_tokens_per_rank": num_tokens_per_rank,
+            "num_tokens_per_rdma_rank": num_tokens_per_rdma_rank,
+            "is_token_in_rank": is_token_in_rank,
+            "num_tokens_per_expert": num_tokens_per_expert,
+            "topk_idx": topk_idx,
+            "topk_weights": topk_weights,
+        }
+        if handle is not None:
+            routing = checks.handle(handle, self._identity)
+            checks.absent("when handle is given, which has the routing already", **layout)
+            rows = checks.rows("x", x, routing.num_tokens)
+            with self._calling("dispatch"):
+                return self.runtime.dispatch_again(rows, routing), None, None, None, None, _event(async_finish)
+        rows = checks.rows("x", x)
+        with self._calling("dispatch"):
+            fresh = checks.routing(rows.shape[0], self.node_of, layout)
+            received = self.runtime.dispatch(rows, fresh, alignment, self._identity)
+        made = received.handle
+        return (
+            received.rows,
+            received.topk_idx,
+            received.topk_weights,
+            made.num_recv_tokens_per_expert_aligned,
+            made,
+            _event(async_finish),
+        )
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring rows back to the tokens that they came from, summed over ranks in fp32 in a fixed order, unweighted. Collective.
+
+        Args:
+            x: rows bf16 [N, H], in the order in which the dispatch of `handle` received them, any strides.
+            topk_weights: f32 [N, K], summed alike.
+            bias: one tensor or two, bf16 [T, H], added first.
+
+        Returns:
+            combined_x bf16 [T, H], combined_topk_weights f32 [T, K] or None, event.
+
+        Raises:
+            as `dispatch`.
+        """
+        checks.events(config, previous_event, async_finish, allocate_on_comm_stream)
+        routing = checks.handle(handle, self._identity)
+        rows = checks.rows("x", x, routing.num_recv_tokens)
+        weights = None
+        if topk_weights is not None:
+            weights = checks.tensor("topk_weights", topk_weights, (torch.float32,), (routing.num_recv_tokens, None))
+            require_int("topk_weights.shape[1]", weights.shape[1], 1)
+        added = checks.biases(bias, routing.num_tokens, rows.shape[1])
+        with self._calling("combine"):
+            combined, combined_weights = self.runtime.combine(rows, routing, weights, added)
+        return combined, combined_weights, _event(async_finish)
+
+    # ---- end
+
+    def destroy(self) -> None:
+        """Release everything. Collective, and may be called again. Tensors that an operation returned stay valid.
+
+        Waits for the other ranks only briefly: they may destroy their Buffers in another order. Of a failed Buffer it waits for nobody.
+        """
+        checks.not_forked(os.getpid(), self._pid)
+        with self._lock:
+            was, self._state = self._state, _State.destroyed
+            if was is not _State.destroyed:
+                self.runtime.close(linger=was is _State.live)
+
+    @contextmanager
+    def _calling(self, operation: str) -> Iterator[None]:
+        """One call at a time; what ends a call half-way fails the Buffer, for rows of that call may still arrive."""
+        checks.not_forked(os.getpid(), self._pid)
+        if not self._lock.acquire(timeout=2 * self.runtime.timeout_ms / 1000):
+            raise DeadlineError(f"rank {self.rank}: {operation} waited {2 * self.runtime.timeout_ms} ms for a call of another thread to end")
+        try:
+            self._require_live(operation)
+            try:
+                yield
+            except (InvalidArgumentError, UnavailableError, MismatchError, CapacityError):
+                raise  # found before a row left, and by every rank alike where it concerns all
+            except BaseException as error:
+                self._state = _State.failed
+                self._first_error = f"{operation}: {type(error).__name__}: {error}"
+                raise
+        finally:
+            self._lock.release()
+
+    def _require_live(self, operation: str) -> None:
+        if self._state is _State.destroyed:
+            raise StateError(f"rank {self.rank}: {operation} on a Buffer that was destroyed: make a new one")
+        if self._state is _State.failed:
+            raise StateError(
+                f"rank {self.rank}: {operation} on a Buffer that failed before; destroy it and make a new one. "
+                f"The first error was {self._first_error}"
+            )
+
+
+def _event(async_finish: bool) -> EventOverlap:
+    return EventOverlap(EventHandle() if async_finish else None)

@@ -1,0 +1,171 @@
+"""Checks of arguments, made before anything is sent: each error names the argument, its value and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from expertwire.ep.config import Config, require_int
+from expertwire.ep.event import EventOverlap
+from expertwire.ep.handle import Handle
+from expertwire.ep.layout import expert_bounds
+from expertwire.errors import InvalidArgumentError, InvalidTypeError, StateError, UnavailableError
+
+# Device for "no device at all": meta, sparse and the like are named by it too.
+_DEVICES = ("cpu",)
+ID_TYPES = (torch.int64, torch.int32)
+
+
+def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> torch.Tensor:
+    """`value` as a contiguous CPU tensor of one of the dtypes and the shape (None: any length). Raises `InvalidArgumentError`."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise InvalidTypeError(f"{name} has dtype {value.dtype}; it must be {' or '.join(str(dtype) for dtype in dtypes)}")
+    if value.layout != torch.strided:
+        raise InvalidArgumentError(f"{name} has layout {value.layout}; it must be strided")
+    if value.device.type not in _DEVICES:
+        raise UnavailableError(f"{name} is on device {value.device}; this version works on CPU tensors, CUDA is not there yet")
+    if value.dim() != len(shape) or any(want is not None and got != want for got, want in zip(value.shape, shape, strict=True)):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise InvalidArgumentError(f"{name} has shape {list(value.shape)}; it must be [{wanted}]")
+    return value.detach().contiguous()
+
+
+def rows(name: str, value: object, count: int | None = None, hidden: int | None = None) -> torch.Tensor:
+    """BF16 rows [count, hidden], contiguous. FP8 is refused by name: it is not there yet."""
+    if isinstance(value, tuple):
+        raise UnavailableError(f"{name} is a tuple of {len(value)} (rows with scales); FP8 is not there yet, give a bfloat16 tensor")
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise UnavailableError(f"{name} has dtype {value.dtype}; FP8 is not there yet, give a bfloat16 tensor")
+    found = tensor(name, value, (torch.bfloat16,), (count, hidden))
+    if found.shape[1] < 1:
+        raise InvalidArgumentError(f"{name} has shape {list(found.shape)}; a row needs at least 1 element")
+    return found
+
+
+def expert_ids(name: str, value: object, num_experts: int, tokens: int | None = None) -> torch.Tensor:
+    """Expert numbers [T, K], int64 or int32, each in [−1, num_experts)."""
+    found = tensor(name, value, ID_TYPES, (tokens, None))
+    if found.shape[1] < 1:
+        raise InvalidArgumentError(f"{name} has shape {list(found.shape)}; top-k must be at least 1")
+    if found.numel() > 0:
+        least, most = (int(bound) for bound in torch.aminmax(found))
+        for bad in (least,) if least < -1 else (most,) if most >= num_experts else ():
+            token, column = (int(place) for place in (found == bad).nonzero()[0])
+            raise InvalidArgumentError(
+                f"{name}[{token}, {column}] is {bad}; an id must be −1 (no expert) or in [0, {num_experts}), the number of experts"
+            )
+    return found
+
+
+def counts(name: str, value: object, length: int | None) -> torch.Tensor:
+    """Counts i32[length], none negative."""
+    found = tensor(name, value, (torch.int32,), (length,))
+    if found.numel() > 0 and int(found.min()) < 0:
+        place = int((found < 0).nonzero()[0])
+        raise InvalidArgumentError(f"{name}[{place}] is {int(found[place])}; a count must be at least 0")
+    return found
+
+
+def same_counts(name: str, value: torch.Tensor, counted: torch.Tensor, source: str) -> None:
+    """Raises when the counts given are not those of the routing given: rows would be written past the places announced for them."""
+    if not torch.equal(value, counted):
+        place = int((value != counted).nonzero()[0])
+        raise InvalidArgumentError(f"{name}[{place}] is {int(value[place])}, but {source} has {int(counted[place])}: they must agree")
+
+
+def handle(value: object, buffer: object) -> Handle:
+    """A handle that `buffer` made."""
+    if not isinstance(value, Handle):
+        raise InvalidTypeError(f"handle must be the Handle that a dispatch returned, got {type(value).__name__}")
+    if value.buffer is not buffer:
+        raise InvalidArgumentError(f"handle was made by another Buffer ({value.buffer!r}, not {buffer!r}): use the Buffer that dispatched")
+    return value
+
+
+def events(config: object, previous_event: object, async_finish: bool, allocate_on_comm_stream: bool) -> None:
+    """What every operation takes beside its tensors."""
+    if config is not None and not isinstance(config, Config):
+        raise InvalidTypeError(f"config must be an expertwire.ep.Config or None, got {type(config).__name__}")
+    if previous_event is not None and not isinstance(previous_event, EventOverlap):
+        raise InvalidTypeError(f"previous_event must be an EventOverlap or None, got {type(previous_event).__name__}")
+    if allocate_on_comm_stream and (previous_event is None or not async_finish):
+        raise InvalidArgumentError(
+            f"allocate_on_comm_stream is True with previous_event={previous_event!r} and async_finish={async_finish!r}; it needs both"
+        )
+
+
+def biases(value: object, count: int, hidden: int) -> tuple[torch.Tensor, ...]:
+    """None, one bias or two, each bf16 [count, hidden]."""
+    if value is None:
+        return ()
+    given = value if isinstance(value, tuple | list) else (value,)
+    if len(given) not in (1, 2):
+        raise InvalidArgumentError(f"bias has {len(given)} tensors; it must be one tensor or a tuple of two")
+    several = len(given) > 1
+    return tuple(rows(f"bias[{place}]" if several else "bias", one, count, hidden) for place, one in enumerate(given))
+
+
+def absent(reason: str, **arguments: object) -> None:
+    """Each of the arguments must be None, for the reason given."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise InvalidArgumentError(f"{name} is given (type {type(value).__name__}); it must be None {reason}")
+
+
+def present(reason: str, **arguments: object) -> None:
+    """None of the arguments may be None, for the reason given."""
+    for name, value in arguments.items():
+        if value is None:
+            raise InvalidArgumentError(f"{name} is None; it must be given {reason}")
+
+
+def not_forked(pid_now: int, pid_made: int) -> None:
+    """A forked child shares memory and connections with its parent: whatever it did would be done to the parent."""
+    if pid_now != pid_made:
+        raise StateError(f"this Buffer was made by process {pid_made} and is used by its forked child {pid_now}: make one in the child")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The checked layout arguments of a dispatch without a handle; tensors contiguous."""
+
+    num_experts: int
+    bounds: list[int]  # experts of rank r: [bounds[r], bounds[r + 1])
+    per_rank: torch.Tensor
+    per_node: torch.Tensor
+    per_expert: torch.Tensor
+    in_rank: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+
+
+def routing(tokens: int, node_of: Sequence[int], layout: Mapping[str, object]) -> Routing:
+    """Check what `get_dispatch_layout` returned and the top-k against each other, and against the number of rows."""
+    ranks, nodes = len(node_of), max(node_of) + 1
+    needed = ["num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"]
+    if nodes > 1:
+        needed.append("num_tokens_per_rdma_rank")
+    present("when handle is not", **{name: layout[name] for name in needed})
+    in_rank = tensor("is_token_in_rank", layout["is_token_in_rank"], (torch.bool,), (tokens, ranks))
+    per_rank = counts("num_tokens_per_rank", layout["num_tokens_per_rank"], ranks)
+    same_counts("num_tokens_per_rank", per_rank, in_rank.sum(0, dtype=torch.int32), "is_token_in_rank")
+    in_node = torch.stack([in_rank[:, [place == node for place in node_of]].any(1) for node in range(nodes)], 1)
+    per_node = in_node.sum(0, dtype=torch.int32)
+    if layout["num_tokens_per_rdma_rank"] is not None:
+        given = counts("num_tokens_per_rdma_rank", layout["num_tokens_per_rdma_rank"], nodes)
+        same_counts("num_tokens_per_rdma_rank", given, per_node, "is_token_in_rank")
+    per_expert = counts("num_tokens_per_expert", layout["num_tokens_per_expert"], None)
+    num_experts = require_int("num_tokens_per_expert.shape[0], the number of experts,", per_expert.shape[0], 1)
+    topk_idx = topk_weights = None
+    if layout["topk_idx"] is not None:
+        topk_idx = expert_ids("topk_idx", layout["topk_idx"], num_experts, tokens)
+        counted = torch.bincount(topk_idx.flatten() + 1, minlength=num_experts + 1)[1:].to(torch.int32)
+        same_counts("num_tokens_per_expert", per_expert, counted, "topk_idx")
+    if layout["topk_weights"] is not None:
+        present("when topk_weights is", topk_idx=topk_idx)
+        topk_weights = tensor("topk_weights", layout["topk_weights"], (torch.float32,), (tokens, topk_idx.shape[1] if topk_idx is not None else None))
+    return Routing(num_experts, expert_bounds(num_experts, ranks), per_rank, per_node, per_expert, in_rank, topk_idx, topk_weights)

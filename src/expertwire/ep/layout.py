@@ -1,0 +1,30 @@
+"""Which rank owns which expert, and which node a rank belongs to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from expertwire.errors import InvalidArgumentError
+
+
+def expert_bounds(num_experts: int, ranks: int) -> list[int]:
+    """Experts in [bounds[r], bounds[r + 1]) live on rank r: consecutive, and the first E % R ranks own one more. [R + 1]."""
+    share, extra = divmod(num_experts, ranks)
+    return [rank * share + min(rank, extra) for rank in range(ranks + 1)]
+
+
+def number_nodes(node_of: Sequence[object]) -> tuple[int, ...]:
+    """Node names by rank as numbers. Numbers 0 … n−1 without a gap stay as they are (their order is the order of sums); other names are
+    numbered in the order in which they first appear by rank."""
+    names = set(node_of)
+    if names == set(range(len(names))):
+        return tuple(int(str(name)) for name in node_of)
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in node_of)
+
+
+def check_node_table(name: str, node_of: Sequence[object], ranks: int) -> tuple[int, ...]:
+    """A node table as numbers. Raises `InvalidArgumentError` when it does not have one entry per rank."""
+    if len(node_of) != ranks:
+        raise InvalidArgumentError(f"{name} has {len(node_of)} entries ({list(node_of)}); the group has {ranks} ranks")
+    return number_nodes(node_of)
