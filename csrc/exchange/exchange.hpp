@@ -29,7 +29,9 @@ struct DispatchRequest {
     std::uint32_t index_bytes = 8;               // 4 or 8
     std::uint32_t topk = 0;                      // 0 without topk_idx
     const float* topk_weights = nullptr;         // [tokens][topk]; may be null
-    const std::int32_t* per_expert = nullptr;    // i32[num_experts]: what each expert gets from here; null with a handle
+    const std::int32_t* per_rank = nullptr;      // i32[ranks], i32[nodes], i32[num_experts]: the caller's counts, checked
+    const std::int32_t* per_node = nullptr;      // against in_rank and topk_idx; null: counted here
+    const std::int32_t* per_expert = nullptr;
     std::uint64_t num_experts = 0;
     std::vector<std::uint64_t> expert_first;     // [ranks + 1]: rank r owns [first[r], first[r + 1]); empty with a handle
     std::shared_ptr<const Handle> handle;        // repeat this routing
