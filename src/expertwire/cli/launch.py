@@ -165,8 +165,8 @@ def _rank_main(job: _Job, connection: Connection) -> None:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        store = dist.FileStore(job.store, job.size)
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=timedelta(seconds=job.timeout_s))
+        limit = timedelta(seconds=job.timeout_s)
+        dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.size, timeout=limit)
         rank = Rank(job.rank, job.size, lambda what, done, total: connection.send(("progress", what, done, total)))
         result = job.target(rank, *job.arguments)
         connection.send(("result", pickle.dumps(result)))

@@ -1,0 +1,1 @@
+"""`expertwire bench`: measurements whose every payload is checked, outside of the timed window."""

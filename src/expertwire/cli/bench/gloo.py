@@ -83,7 +83,7 @@ class GlooExchange:
         dist.all_to_all_single(returned, y, plan.send_counts, plan.receive_counts, group=self.group)
         self.times.combine_exchange = time.perf_counter() - exchange
         out = torch.empty(tokens, y.shape[1], dtype=y.dtype)
-        segments = list(zip(returned.split(plan.send_counts), plan.send_rows.split(plan.send_counts), strict=True))
+        segments = list(zip(torch.split(returned, plan.send_counts), torch.split(plan.send_rows, plan.send_counts), strict=True))
         cuts = torch.arange(0, tokens + BLOCK_TOKENS, BLOCK_TOKENS)
         bounds = [torch.searchsorted(rows, cuts).tolist() for _, rows in segments]
         accumulator = torch.empty(BLOCK_TOKENS, y.shape[1], dtype=torch.float32)

@@ -1,0 +1,161 @@
+"""What a command found: rows of {name, value, unit, status, labels}, their JSON file, their table, and the exit status they mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import expertwire
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Label = str | int | float | bool
+
+
+class Exit(IntEnum):
+    """The exit status of every command."""
+
+    OK = 0  # everything asked for was done and verified
+    FAILED = 1  # a check failed, or a rank did
+    USAGE = 2  # the command line cannot be meant
+    SKIPPED = 3  # something asked for by name could not be run here
+    INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+
+
+class RowStatus(StrEnum):
+    """How a row came to be."""
+
+    OK = "ok"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. A skipped row has no value and a label `why`."""
+
+    name: str
+    value: float | None
+    unit: str = ""
+    status: RowStatus = RowStatus.OK
+    labels: dict[str, Label] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as it stands in the file: labels beside the four fixed keys."""
+        return {"name": self.name, "value": self.value, "unit": self.unit, "status": self.status.value, **self.labels}
+
+
+@dataclass
+class Report:
+    """The rows of one run of a command, and what they were measured on."""
+
+    command: str
+    config: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, name: str, value: float | None, unit: str = "", status: RowStatus = RowStatus.OK, **labels: Label) -> None:
+        """Append one row."""
+        self.rows.append(Row(name, value, unit, status, labels))
+
+    def exit_status(self) -> Exit:
+        """FAILED before SKIPPED before OK; a run without rows has verified nothing, so it is FAILED."""
+        found = {row.status for row in self.rows}
+        if RowStatus.FAILED in found or not found:
+            return Exit.FAILED
+        return Exit.SKIPPED if RowStatus.SKIPPED in found else Exit.OK
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json FILE` writes."""
+        return {
+            "command": self.command,
+            "version": expertwire.__version__,
+            "commit": commit(),
+            "host": host(),
+            "config": self.config,
+            "rows": [row.as_json() for row in self.rows],
+        }
+
+    def write(self, path: Path | None) -> None:
+        """Write the JSON file where one was asked for, whole or not at all."""
+        if path is None:
+            return
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        scratch.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+        scratch.replace(path)
+
+    def table(self, title: str, hide: Iterable[str] = ()) -> Table:
+        """The rows as a table for a terminal; labels that never change are left out, and so is `hide`."""
+        from rich.table import Table
+
+        keys = [key for key in dict.fromkeys(key for row in self.rows for key in row.labels) if key not in set(hide)]
+        varied = [key for key in keys if len({str(row.labels.get(key, "")) for row in self.rows}) > 1]
+        table = Table(title=title, title_justify="left")
+        table.add_column("figure")
+        table.add_column("value", justify="right")
+        table.add_column("unit")
+        for key in varied:
+            table.add_column(key)
+        for row in self.rows:
+            style = {RowStatus.OK: "", RowStatus.FAILED: "bold red", RowStatus.SKIPPED: "yellow"}[row.status]
+            value = row.status.value if row.value is None else format_value(row.value)
+            table.add_row(row.name, value, row.unit, *(str(row.labels.get(key, "")) for key in varied), style=style)
+        return table
+
+
+def format_value(value: float) -> str:
+    """Three figures after the point below 100, none above: what was measured is not known better."""
+    if isinstance(value, int) or float(value).is_integer():
+        return f"{int(value):,}"
+    return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def commit() -> str:
+    """The commit that this package was built from: noted at the build, or asked of git in a source tree; else "unknown"."""
+    noted = resources.files("expertwire").joinpath("_commit.txt")
+    if noted.is_file():
+        return noted.read_text(encoding="utf-8").strip() or "unknown"
+    source = Path(__file__).resolve().parents[3]
+    if not (source / ".git").exists():
+        return "unknown"
+    try:
+        command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def host() -> dict[str, Label]:
+    """What the figures were measured on."""
+    facts: dict[str, Label] = {
+        "name": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            facts["cpu"] = line.partition(":")[2].strip()
+            break
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemTotal"):
+            facts["memory_GiB"] = round(int(line.split()[1]) / 2**20, 1)
+            break
+    return facts
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
