@@ -21,7 +21,7 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
-namespace expertwire::bind {
+namespace expertwire {
 
 namespace {
 
@@ -168,18 +168,16 @@ nb::dict layout_bytes(std::uint32_t rank, const std::vector<std::uint32_t>& node
 }
 
 void layout_counts(std::uint64_t topk_idx, std::uint32_t index_bytes, std::uint64_t tokens, std::uint32_t topk,
-                   const std::vector<std::uint64_t>& expert_first, const std::vector<std::uint32_t>& node_of,
+                   std::uint64_t num_experts, const std::vector<std::uint64_t>& expert_first,
+                   const std::vector<std::uint32_t>& node_of,
                    std::uint64_t per_rank, std::uint64_t per_node, std::uint64_t per_expert, std::uint64_t in_rank) {
     const std::string table = exchange::node_table_error(node_of);
     if (!table.empty()) throw Failure(FailureKind::invalid_argument, table);
     if (index_bytes != 4 && index_bytes != 8) {
         throw Failure(FailureKind::invalid_argument, "index_bytes is " + std::to_string(index_bytes) + ", must be 4 or 8");
     }
-    if (expert_first.size() != node_of.size() + 1) {
-        throw Failure(FailureKind::invalid_argument,
-                      "expert_first has " + std::to_string(expert_first.size()) + " entries, must have ranks + 1 = " +
-                          std::to_string(node_of.size() + 1));
-    }
+    const std::string owners = exchange::expert_first_error(expert_first, node_of.size(), num_experts);
+    if (!owners.empty()) throw Failure(FailureKind::invalid_argument, owners);
     const exchange::NodeTable nodes(node_of);
     const nb::gil_scoped_release released;
     const rows::LayoutCounts out{pointer<std::int32_t>(per_rank), pointer<std::int32_t>(per_node),
@@ -193,6 +191,13 @@ void layout_counts(std::uint64_t topk_idx, std::uint32_t index_bytes, std::uint6
                           std::to_string(error.value) + ", must be -1 (no expert) or in [0, " +
                           std::to_string(expert_first.back()) + ")");
     }
+}
+
+std::uint64_t extent_bytes(const std::string& kind, std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk,
+                           std::uint32_t index_bytes, bool has_weights) {
+    if (kind == "dispatch") return exchange::dispatch_extent(rows, row_bytes, topk, index_bytes, has_weights).bytes;
+    if (kind == "combine") return exchange::combine_extent(rows, row_bytes, topk, has_weights).bytes;
+    throw Failure(FailureKind::invalid_argument, "kind is '" + kind + "', must be 'dispatch' or 'combine'");
 }
 
 void bind_records(nb::module_& module) {
@@ -222,13 +227,6 @@ void bind_records(nb::module_& module) {
 
 void bind_exchange(nb::module_& module) {
     bind_records(module);
-    module.def("layout_counts", &layout_counts, "topk_idx"_a, "index_bytes"_a, "tokens"_a, "topk"_a, "expert_first"_a,
-               "node_of"_a, "per_rank"_a, "per_node"_a, "per_expert"_a, "in_rank"_a,
-               "get_dispatch_layout's counting. topk_idx: address of contiguous [tokens, topk] ids of index_bytes (4 or 8) "
-               "each. Writes i32[R] at per_rank, i32[RR] at per_node (0: leave out), i32[E] at per_expert and bool[tokens, "
-               "R] at in_rank, every element. expert_first has R + 1 entries: rank r owns experts [first[r], first[r+1]). "
-               "-1 is no expert. Raises InvalidArgumentError naming token, slot and value for any other id outside [0, E); "
-               "outputs are then unspecified.");
     nb::class_<PyExchange>(
         module, "Exchange",
         "One rank's high-throughput exchange. The context has regions 'control' and 'staging' (sizes from layout(), zeroed) "
@@ -315,25 +313,22 @@ void bind_exchange(nb::module_& module) {
              "their homes and writes their sums to out, bf16[tokens, row_bytes / 2] (tokens: the handle's). weights (0: none): "
              "f32[rows, topk], summed into out_weights f32[tokens, topk]. bias0, bias1 (0: none): bf16[tokens, row_bytes / 2].\n\n"
              "x inside my data region is read in place (weights may then lie there or not); elsewhere x and weights are copied "
-             "to the offered extent first, which must hold combine_bytes(rows, row_bytes, topk) bytes. Raises as dispatch.")
-        .def_static("dispatch_bytes",
-                    [](std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, std::uint32_t index_bytes,
-                       bool has_weights) {
-                        return exchange::dispatch_extent(rows, row_bytes, topk, index_bytes, has_weights).bytes;
-                    },
-                    "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a, "has_weights"_a,
-                    "Bytes of the extent that a dispatch receiving `rows` rows needs (topk 0: without ids).")
-        .def_static("combine_bytes",
-                    [](std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk) {
-                        return exchange::combine_extent(rows, row_bytes, topk, topk > 0).bytes;
-                    },
-                    "rows"_a, "row_bytes"_a, "topk"_a,
-                    "Bytes of the extent that a combine of `rows` rows needs where x is not in the data region (topk 0: "
-                    "without weights).")
+             "to the offered extent first, which must hold extent_bytes('combine', …) bytes. Raises as dispatch.")
+        .def_static("layout_counts", &layout_counts, "topk_idx"_a, "index_bytes"_a, "tokens"_a, "topk"_a, "num_experts"_a, "expert_first"_a,
+               "node_of"_a, "per_rank"_a, "per_node"_a, "per_expert"_a, "in_rank"_a,
+               "get_dispatch_layout's counting. topk_idx: address of contiguous [tokens, topk] ids of index_bytes (4 or 8) "
+               "each. Writes i32[R] at per_rank, i32[RR] at per_node (0: leave out), i32[E] at per_expert and bool[tokens, "
+               "R] at in_rank, every element. expert_first has R + 1 entries: rank r owns experts [first[r], first[r+1]). "
+               "-1 is no expert. Raises InvalidArgumentError naming token, slot and value for any other id outside [0, E); "
+               "outputs are then unspecified.")
+        .def_static("extent_bytes", &extent_bytes, "kind"_a, "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a,
+                    "has_weights"_a,
+                    "Bytes of the extent that a 'dispatch' receiving `rows` rows needs (topk 0: without ids), or that a "
+                    "'combine' of `rows` rows needs where x and the weights are not in the data region.")
         .def("progress", &progress_rows,
              "list[dict], one row per peer as of the last failed call: rank, notified, rows_expected, rows_arrived, "
              "chunks_to_send, chunks_sent, chunks_credited, missing (str).")
         .def("wake", &PyExchange::wake, "Rings this rank's own doorbell: a waiting call looks around once. Any thread.");
 }
 
-}  // namespace expertwire::bind
+}  // namespace expertwire

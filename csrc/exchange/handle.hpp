@@ -1,13 +1,15 @@
 // What a dispatch leaves for the combine that walks it back, and for dispatches that repeat its routing.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace expertwire::exchange {
 
 struct Handle {
-    std::uint64_t exchange_id = 0;  // of the Exchange that made it: another's handle is refused
+    std::shared_ptr<const char> owner;  // identity of the Exchange that made it: another's handle is refused
     std::uint64_t epoch = 0;
     std::uint32_t rank = 0;
     std::uint32_t ranks = 0;

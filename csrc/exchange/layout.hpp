@@ -50,6 +50,8 @@ struct Shape {
 // Empty when the shape can be used, else what is wrong with it: argument, value and limit.
 std::string node_table_error(const std::vector<std::uint32_t>& node_of);
 std::string shape_error(const Shape& shape);
+std::string expert_first_error(const std::vector<std::uint64_t>& expert_first, std::uint64_t ranks,
+                               std::uint64_t num_experts);
 
 // Rows travel in rings. There is one ring for each pair (rank s, node b that s is not in); its outer half lies at s, its
 // inner half at entry(s, b). A dispatch moves chunks from the outer half to the inner, a combine from the inner to the
@@ -99,7 +101,7 @@ class Layout {
 // node u32[RR], rows per local expert of the receiver u32[local_experts_max].
 struct NotifyHeader {
     std::uint32_t magic = 0;
-    std::uint32_t operation = 0;
+    std::uint32_t operation = 0;  // Kind
     std::uint64_t epoch = 0;
     std::uint64_t handle_epoch = 0;  // 0: no handle
     std::uint64_t row_bytes = 0;
@@ -109,11 +111,13 @@ struct NotifyHeader {
     std::uint64_t rows_max = 0;  // W of num_worst_tokens; 0 without
     std::uint64_t tokens = 0;
     std::uint32_t has_weights = 0;
-    std::uint32_t in_place = 0;           // combine: the input lies at `offer_offset` already and is complete
-    std::uint64_t offer_offset = 0;       // bytes from the start of the sender's data region
-    std::uint64_t offer_capacity = 0;     // bytes
+    std::uint32_t ring_slots = 0;
     std::uint64_t slot_bytes = 0;
-    std::uint64_t ring_slots = 0;
+    std::uint64_t offer_offset = 0;    // bytes from the start of the sender's data region
+    std::uint64_t offer_capacity = 0;  // bytes
+    std::uint64_t offer_needed = 0;    // combine: bytes of the offer that copies of the input take; 0: read in place
+    std::uint64_t rows_offset = 0;     // combine: where the input lies in the data region, or will when it is copied
+    std::uint64_t weights_offset = 0;
 };
 
 // One chunk in a ring slot: header, then arrays of `capacity` entries each, then the rows. Offsets depend only on the
