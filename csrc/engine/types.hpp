@@ -40,19 +40,19 @@ struct Ticket {
 // terminal. The Python exception tree (errors.py) has one class for each failure.
 enum class Status : std::uint8_t {
     ok = 0,
-    pending,        // not terminal yet
-    would_block,    // nothing was taken: progress, then try again
-    cancelled,      // cancelled before anything was posted
-    aborted,        // queued behind a failed operation on the same queue pair
-    peer_dead,      // declared dead: process gone, or silent for too long
-    bad_key,        // stale or unknown remote region
-    out_of_range,   // beyond the region
-    timed_out,      // hard deadline
-    refused,        // the call is not possible now (in use, still owned, closed): the message says why
-    invalid,        // bad argument
-    stale,          // the ticket's generation has passed
-    closed,         // the endpoint was shut down
-    io_error,       // the provider's own error; the code is kept beside it
+    pending,       // not terminal yet
+    would_block,   // nothing was taken: progress, then try again
+    cancelled,     // cancelled before anything was posted
+    aborted,       // queued behind a failed operation on the same queue pair
+    peer_dead,     // declared dead: process gone, or silent for too long
+    bad_key,       // stale or unknown remote region
+    out_of_range,  // beyond the region
+    timed_out,     // hard deadline
+    refused,       // the call is not possible now (in use, still owned, closed): the message says why
+    invalid,       // bad argument
+    stale,         // the ticket's generation has passed
+    closed,        // the endpoint was shut down
+    io_error,      // the provider's own error; the code is kept beside it
 };
 
 // How far a completion reaches (SPEC T18): the local buffer may be reused, or the bytes are at the target.

@@ -1,0 +1,31 @@
+// Kept mutants: faults that the simulation's oracles must catch within the default seeds. They exist only where
+// EXPERTWIRE_MUTANTS is defined (the `_simulation` module); everywhere else mutant() is a constant false.
+#pragma once
+
+#include <cstdint>
+
+namespace expertwire {
+
+enum class Mutant : std::uint8_t {
+    none = 0,
+    no_gate,                  // signals leave at once
+    count_for_prefix,         // a gate counts completions instead of waiting for the retired prefix
+    no_generation_check,      // a completion is matched by its slot alone
+    publish_before_drain,     // a failing request turns terminal while its posted work is still in flight
+    no_epoch_in_counters,     // exchange: words carry counts without their epoch
+    no_wait_for_notify,       // exchange: rows leave before all notifies are here
+    buffer_freed_at_timeout,  // the hard deadline turns a request terminal instead of quarantining its slots
+};
+
+#ifdef EXPERTWIRE_MUTANTS
+inline Mutant active_mutant = Mutant::none;  // one value for the process, set before a run, by its one caller
+inline bool mutant(Mutant which) {
+    return active_mutant == which;
+}
+#else
+constexpr bool mutant(Mutant) {
+    return false;
+}
+#endif
+
+}  // namespace expertwire

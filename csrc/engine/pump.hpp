@@ -1,0 +1,50 @@
+// One turn of engine and provider: poll, deadlines, post. Used by the runtime (real time) and the simulation (virtual
+// time) alike. A template, so that this room needs to know no provider.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "engine/engine.hpp"
+
+namespace expertwire {
+
+struct PumpResult {
+    std::uint32_t completions = 0;
+    std::uint32_t posted = 0;
+    std::uint32_t again = 0;
+    bool moved() const { return completions + posted > 0; }
+};
+
+// `arrivals` is what the provider's poll() appends to. Bounded: at most `rounds` × 64 completions and as many posts.
+template <class AnyProvider, class Arrivals>
+PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds = 4) {
+    PumpResult result;
+    std::array<Completion, 64> completions;
+    for (std::uint32_t round = 0; round < rounds; ++round) {
+        const std::size_t count = provider.poll(std::span<Completion>(completions), arrivals);
+        for (std::size_t i = 0; i < count; ++i) engine.on_completion(completions[i], now);
+        result.completions += static_cast<std::uint32_t>(count);
+        if (count < completions.size()) break;
+    }
+    engine.step(now);
+    std::array<PostCommand, 64> commands;
+    for (std::uint32_t round = 0; round < rounds; ++round) {
+        const std::size_t count = engine.take_posts(std::span<PostCommand>(commands), now);
+        std::uint32_t pushed_back = 0;
+        for (std::size_t i = 0; i < count; ++i) {
+            if (!engine.may_post(commands[i])) continue;
+            const PostResult outcome = provider.post(commands[i]);
+            pushed_back += outcome.outcome == PostOutcome::again;
+            result.posted += outcome.outcome == PostOutcome::posted;
+            engine.on_posted(commands[i], outcome, now);
+        }
+        result.again += pushed_back;
+        if (count < commands.size() || pushed_back > 0) break;
+    }
+    return result;
+}
+
+}  // namespace expertwire
