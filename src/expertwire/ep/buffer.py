@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -17,16 +17,8 @@ from expertwire.ep import checks
 from expertwire.ep.config import COMBINE_TABLE, DISPATCH_TABLE, Config, low_latency_rdma_size_hint, nearest_config, require_int
 from expertwire.ep.event import EventHandle, EventOverlap
 from expertwire.ep.handle import Handle
-from expertwire.ep.layout import check_node_table, expert_bounds
-from expertwire.errors import (
-    CapacityError,
-    DeadlineError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    MismatchError,
-    StateError,
-    UnavailableError,
-)
+from expertwire.ep.layout import check_node_table
+from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, StateError, UnavailableError
 
 if TYPE_CHECKING:
     from expertwire.ep.cpu.backend import CpuBackend
@@ -56,6 +48,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
+        """All of it."""
         return self.control_bytes + self.staging_bytes + self.data_bytes
 
 
@@ -107,7 +100,8 @@ class Buffer:
             num_nvl_bytes: bytes of the data region, which holds received rows and combine inputs. 0: 256 MiB.
             num_rdma_bytes: most bytes for the rings to and from ranks of other nodes. 0: what they need for full speed.
             low_latency_mode, enable_shrink: not there yet, True is refused.
-            explicitly_destroy: False: the Buffer is released when it dies. True: only `destroy()` or the interpreter's exit releases it.
+            explicitly_destroy: the caller promises to call `destroy()`. Either way a Buffer that dies, or lives at the interpreter's exit,
+                is released.
             comm: an mpi4py communicator in place of `group`.
             node_of: node of each rank, any hashable names; by default ranks that can map each other's memory are one node.
             provider: network provider, "tcp" or "local"; by default `EXPERTWIRE_PROVIDER`, else the best found.
@@ -156,7 +150,6 @@ class Buffer:
             node_of=node_of,
             provider=provider,
             timeout_ms=timeout_ms,
-            release_at_death=not explicitly_destroy,
         )
 
     # ---- statics
@@ -232,6 +225,7 @@ class Buffer:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes: RR."""
         return max(self.node_of) + 1
 
     def __repr__(self) -> str:
@@ -244,7 +238,7 @@ class Buffer:
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | Sequence[int] | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """The data region of this rank as a tensor of `dtype`, from byte `offset`. It holds received rows: data only, no word of the protocol.
+        """The data region of this rank as a tensor of `dtype`, from byte `offset`. It holds received rows and no word of the protocol.
 
         Args:
             size: shape; None: one dimension, all that is left.
@@ -264,9 +258,8 @@ class Buffer:
             for place, length in enumerate(shape):
                 count *= require_int(f"size[{place}]", length, 0)
             if count * dtype.itemsize > total - start:
-                raise InvalidArgumentError(
-                    f"size is {list(shape)}: {count * dtype.itemsize} bytes of {dtype} from offset {start}; the data region has {total} bytes"
-                )
+                needed = count * dtype.itemsize
+                raise InvalidArgumentError(f"size is {list(shape)}: {needed} bytes from offset {start}; the data region has {total} bytes")
             return self.runtime.data_tensor(dtype, start, shape)
 
     # ---- operations
@@ -326,7 +319,7 @@ class Buffer:
 
         Returns:
             recv_x bf16 [N, H] by source rank, then source token; recv_topk_idx [N, K] of local experts, −1 elsewhere;
-            recv_topk_weights f32 [N, K], 0.0 where the id is −1; rows per local expert; handle; event. With `handle`, only recv_x and event.
+            recv_topk_weights f32 [N, K], 0.0 where the id is −1; rows per local expert; handle; event. With `handle` only recv_x and event.
 
         Raises:
             InvalidArgumentError: an argument cannot be used; nothing was sent. MismatchError: ranks called with different shapes.
@@ -417,14 +410,15 @@ class Buffer:
     def _calling(self, operation: str) -> Iterator[None]:
         """One call at a time; what ends a call half-way fails the Buffer, for rows of that call may still arrive."""
         checks.not_forked(os.getpid(), self._pid)
-        if not self._lock.acquire(timeout=2 * self.runtime.timeout_ms / 1000):
-            raise DeadlineError(f"rank {self.rank}: {operation} waited {2 * self.runtime.timeout_ms} ms for a call of another thread to end")
+        patience_ms = 2 * self.runtime.timeout_ms
+        if not self._lock.acquire(timeout=patience_ms / 1000):
+            raise DeadlineError(f"rank {self.rank}: {operation} waited {patience_ms} ms for the call of another thread to end")
         try:
             self._require_live(operation)
             try:
                 yield
-            except (InvalidArgumentError, UnavailableError, MismatchError, CapacityError):
-                raise  # found before a row left, and by every rank alike where it concerns all
+            except checks.UNSENT:
+                raise
             except BaseException as error:
                 self._state = _State.failed
                 self._first_error = f"{operation}: {type(error).__name__}: {error}"

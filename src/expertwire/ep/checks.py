@@ -11,10 +11,12 @@ from expertwire.ep.config import Config, require_int
 from expertwire.ep.event import EventOverlap
 from expertwire.ep.handle import Handle
 from expertwire.ep.layout import expert_bounds
-from expertwire.errors import InvalidArgumentError, InvalidTypeError, StateError, UnavailableError
+from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
 
 # Device for "no device at all": meta, sparse and the like are named by it too.
 _DEVICES = ("cpu",)
+# Failures found before a row left, and by every rank alike where they concern all: the Buffer stays usable.
+UNSENT = (InvalidArgumentError, UnavailableError, MismatchError, CapacityError)
 ID_TYPES = (torch.int64, torch.int32)
 
 
@@ -167,5 +169,6 @@ def routing(tokens: int, node_of: Sequence[int], layout: Mapping[str, object]) -
         same_counts("num_tokens_per_expert", per_expert, counted, "topk_idx")
     if layout["topk_weights"] is not None:
         present("when topk_weights is", topk_idx=topk_idx)
-        topk_weights = tensor("topk_weights", layout["topk_weights"], (torch.float32,), (tokens, topk_idx.shape[1] if topk_idx is not None else None))
+        topk = None if topk_idx is None else topk_idx.shape[1]
+        topk_weights = tensor("topk_weights", layout["topk_weights"], (torch.float32,), (tokens, topk))
     return Routing(num_experts, expert_bounds(num_experts, ranks), per_rank, per_node, per_expert, in_rank, topk_idx, topk_weights)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from expertwire._native import ExchangeHandle
+    from expertwire.fabric.native import ExchangeHandle
 
 
 @dataclass(frozen=True, eq=False)
 class Handle:
     """Routing of one dispatch. Belongs to the `Buffer` that made it, and stays valid until that is destroyed.
 
-    Indexes and unpacks like DeepEP's tuples: 6 entries on one node, 10 on several. Entries that describe DeepEP's channels and queues have no
-    counterpart here and are None.
+    Indexes and unpacks like DeepEP's tuples: 6 entries on one node, 10 on several. Entries that describe DeepEP's channels and queues have
+    no counterpart here and are None.
     """
 
     native: ExchangeHandle = field(repr=False)

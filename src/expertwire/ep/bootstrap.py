@@ -1,0 +1,258 @@
+"""How the ranks of a Buffer find each other: settings compared, nodes proved, addresses and descriptors passed.
+
+Only `all_gather_object` of the group is needed (gloo is enough), and nothing after construction uses the group: its store may die with
+rank 0. Rank and size come from the group alone. LOCAL_RANK, RANK and WORLD_SIZE are never read: under node-local launchers every worker may
+inherit `LOCAL_RANK=0`, and a group may be smaller than the world.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+import expertwire
+from expertwire.ep.layout import check_node_table
+from expertwire.ep.neighbours import Door, Neighbour
+from expertwire.errors import InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
+from expertwire.fabric.config import Settings
+
+if TYPE_CHECKING:
+    from expertwire.fabric.native import Context
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who this rank is, and one collective: `all_gather(object)` gives each rank's object, by rank."""
+
+    rank: int
+    size: int
+    all_gather: Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A started context: every rank reachable, the memory of node neighbours mapped."""
+
+    context: Context
+    node_of: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Hello:
+    facts: dict[str, str]
+    table: tuple[int, ...] | None
+    neighbour: Neighbour
+
+
+def launch_of(group: object, comm: object = None) -> Launch:
+    """The launch behind a torch.distributed group, an mpi4py communicator, or a `Launch` itself."""
+    if isinstance(group, Launch):
+        if not 0 <= group.rank < group.size:
+            raise InvalidArgumentError(f"group has rank {group.rank} of {group.size}; the rank must be in [0, {group.size})")
+        return group
+    if comm is not None:
+        for name in ("Get_rank", "Get_size", "allgather"):
+            if not callable(getattr(comm, name, None)):
+                raise InvalidTypeError(f"comm is a {type(comm).__name__} without {name}(); it must be an mpi4py communicator")
+        communicator: Any = comm
+        return Launch(communicator.Get_rank(), communicator.Get_size(), communicator.allgather)
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidTypeError(f"group is a {type(group).__name__}; it must be a torch.distributed ProcessGroup (or give comm)")
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise InvalidArgumentError("group does not have this process as a member: only its members can make a Buffer over it")
+
+    def all_gather(mine: Any) -> list[Any]:
+        answers: list[Any] = [None] * size
+        dist.all_gather_object(answers, mine, group=group)
+        return answers
+
+    return Launch(rank, size, all_gather)
+
+
+def settings_for(provider: str | None, timeout_ms: int | None) -> Settings:
+    """The environment's settings, with what the caller gave in their place."""
+    settings = Settings.from_environment()
+    if provider is not None:
+        if not isinstance(provider, str):
+            raise InvalidTypeError(f"provider must be a str, got {provider!r}")
+        settings = dataclasses.replace(settings, provider=provider)
+    if timeout_ms is not None:
+        settings = dataclasses.replace(settings, timeout_ms=timeout_ms)
+    if settings.hard_timeout() < settings.timeout_ms:
+        raise InvalidArgumentError(
+            f"timeout_ms is {settings.timeout_ms}; it must be at most EXPERTWIRE_HARD_TIMEOUT_MS, which is {settings.hard_timeout_ms}"
+        )
+    return settings
+
+
+def _together(launch: Launch, work: Callable[[], Value]) -> list[Value]:
+    """Each rank's result of `work`. When it failed on any rank it fails on all, instead of leaving the others to wait."""
+    result: Value | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    answers = launch.all_gather((None if error is None else f"{type(error).__name__}: {error}", result))
+    if error is not None:
+        raise error
+    for rank, (text, _) in enumerate(answers):
+        if text is not None:
+            raise StateError(f"rank {launch.rank}: no Buffer, because rank {rank} could not make its part of it: {text}")
+    return [value for _, value in answers]
+
+
+def agree(rank: int, facts: Sequence[Mapping[str, str]]) -> None:
+    """Raises `MismatchError` when a rank's facts are not those of rank 0."""
+    for other, theirs in enumerate(facts):
+        for key in {**facts[0], **theirs}:
+            ours, value = facts[0].get(key, "absent"), theirs.get(key, "absent")
+            if ours != value:
+                raise MismatchError(
+                    f"rank {rank}: ranks disagree on {key}: rank 0 has {ours!r}, rank {other} has {value!r}; give all ranks the same"
+                )
+
+
+def boot_id() -> str:
+    """Names this boot of this kernel; only a first filter, since nodes are proved by mapping. Empty where it cannot be read."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _given_table(launch: Launch, settings: Settings, node_of: Sequence[object] | None) -> tuple[int, ...] | None:
+    """The table that the caller, or else the environment, gave; None: to be proved."""
+    if node_of is not None:
+        return check_node_table("node_of", node_of, launch.size)
+    if settings.node_of:
+        return check_node_table("EXPERTWIRE_NODE_OF", settings.node_of, launch.size)
+    if settings.provider not in ("", "local"):
+        return tuple(range(launch.size))  # a provider by name turns the same-host path off
+    return None
+
+
+def _proved_nodes(launch: Launch, door: Door, others: Sequence[Neighbour], table: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Nodes by mapping a probe region for each pair; a table that was given must be proved where it puts ranks together."""
+    from expertwire.fabric.discover import nodes_from_pairs
+
+    me = others[launch.rank]
+
+    def prove() -> list[bool]:
+        wanted = [
+            peer.rank < launch.rank and peer.boot == me.boot and (table is None or table[peer.rank] == table[launch.rank])
+            for peer in others
+        ]
+        return [want and door.prove(peer) for want, peer in zip(wanted, others, strict=True)]
+
+    rows = _together(launch, prove)
+    pairs = [[i == j or rows[max(i, j)][min(i, j)] for j in range(launch.size)] for i in range(launch.size)]
+    if table is None:
+        return tuple(nodes_from_pairs(pairs))
+    for i in range(launch.size):
+        for j in range(i):
+            if table[i] == table[j] and not pairs[i][j]:
+                raise InvalidArgumentError(
+                    f"node_of puts ranks {j} and {i} in node {table[i]}, but rank {i} cannot map the memory of rank {j}: "
+                    "give ranks that do not share memory different nodes"
+                )
+    return table
+
+
+def connect(
+    launch: Launch,
+    settings: Settings,
+    node_of: Sequence[object] | None,
+    facts: Mapping[str, str],
+    build: Callable[[tuple[int, ...], Settings], Context],
+) -> Wiring:
+    """Compare settings and facts, prove nodes, have `build(node_of, settings)` make a context with its regions, wire it and start it.
+
+    Collective. A failure on any rank is raised on all of them.
+    """
+    with Door() as door:
+        table, neighbours = _meet(launch, door, settings, node_of, facts)
+        nodes = _proved_nodes(launch, door, neighbours, table)
+        hosts = len({one.boot for one in neighbours})
+        providers = _together(launch, lambda: _choose_provider(settings, nodes, hosts))
+        agree(launch.rank, [{"provider": name} for name in providers])
+        chosen = dataclasses.replace(settings, provider=providers[launch.rank])
+        made: list[Context] = []
+
+        def build_mine() -> bytes:
+            made.append(build(nodes, chosen))
+            return bytes(made[0].blob())
+
+        try:
+            blobs = _together(launch, build_mine)
+            context = made[0]
+            door.open_regions({name: context.region_fd(context.region(name)) for name in context.region_names()})
+            _together(launch, lambda: _reach(launch.rank, context, blobs, door, neighbours, nodes))
+            _together(launch, context.start)  # nobody sends before all have started
+        except BaseException:
+            for context in made:
+                context.close(0)
+            raise
+        return Wiring(context, nodes)
+
+
+def _meet(
+    launch: Launch, door: Door, settings: Settings, node_of: Sequence[object] | None, facts: Mapping[str, str]
+) -> tuple[tuple[int, ...] | None, list[Neighbour]]:
+    """The first exchange: everything that must agree does. Returns the node table given, if any, and everyone's door."""
+
+    def hello() -> _Hello:
+        table = _given_table(launch, settings, node_of)
+        mine = {
+            "version": expertwire.__version__,
+            "size of the group": str(launch.size),
+            "node table": str(table),
+            **settings.exchanged(),
+            **facts,
+        }
+        return _Hello(mine, table, Neighbour(launch.rank, boot_id(), door.name, door.secret))
+
+    hellos = _together(launch, hello)
+    agree(launch.rank, [one.facts for one in hellos])
+    for place, one in enumerate(hellos):
+        if one.neighbour.rank != place:
+            raise MismatchError(f"the group has rank {one.neighbour.rank} at place {place}: each rank must be there once, in order")
+    return hellos[launch.rank].table, [one.neighbour for one in hellos]
+
+
+def _choose_provider(settings: Settings, nodes: tuple[int, ...], hosts: int) -> str:
+    """The provider named, else `local` where one node has all ranks, else the best that this machine has."""
+    provider = settings.provider
+    if not provider and max(nodes) == 0:
+        provider = "local"
+    elif not provider:
+        from expertwire.fabric.discover import choose_provider
+
+        provider = choose_provider(settings)
+    if provider == "local" and hosts > 1:
+        raise UnavailableError(
+            f"the ranks are on {hosts} hosts and the provider is 'local', which serves one host: "
+            "install libfabric (`expertwire doctor` says how) or name another provider"
+        )
+    return provider
+
+
+def _reach(
+    rank: int, context: Context, blobs: Sequence[bytes], door: Door, neighbours: Sequence[Neighbour], nodes: tuple[int, ...]
+) -> None:
+    for peer, blob in enumerate(blobs):
+        if peer == rank:
+            continue
+        context.add_peer(peer, blob)
+        if nodes[peer] == nodes[rank]:
+            with door.regions_of(neighbours[peer]) as descriptors:
+                for name, descriptor in descriptors.items():
+                    context.map_peer(peer, name, descriptor)

@@ -1,0 +1,321 @@
+"""The CPU backend: the native exchange over this rank's three regions, and tensors over what it received."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from expertwire.ep.bootstrap import Launch, connect, settings_for
+from expertwire.ep.checks import UNSENT, Routing
+from expertwire.ep.config import align_up
+from expertwire.ep.cpu.pool import EXTENT_ALIGNMENT, Extent, Pool
+from expertwire.ep.handle import Handle
+from expertwire.ep.layout import expert_bounds
+from expertwire.errors import CapacityError, ExpertwireError
+from expertwire.fabric.config import Settings
+
+if TYPE_CHECKING:
+    from expertwire.fabric.native import Context, DispatchResult, Exchange
+
+DATA_BYTES = 256 << 20
+STAGING_BYTES = 64 << 20
+LINGER_MS = 1000  # how long a rank that leaves waits for the others to leave too
+CLOSE_MS = 2000
+# (slots, slot bytes) of a ring, best first. Those after the smallest unasked one are taken only for a small `num_rdma_bytes`.
+_GEOMETRIES = ((8, 1 << 20), (4, 1 << 20), (4, 512 << 10), (4, 256 << 10), (4, 128 << 10), (4, 64 << 10), (2, 64 << 10))
+_SMALLEST_UNASKED = (4, 256 << 10)
+
+# What stands for the address of a tensor without elements: not 0, which would say that there is no tensor. Never read.
+_NOWHERE = ctypes.create_string_buffer(64)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a dispatch without a handle gives."""
+
+    rows: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    handle: Handle
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() if tensor.numel() else ctypes.addressof(_NOWHERE)
+
+
+def _over(memory: ctypes.Array[ctypes.c_char], offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor over a part of the memory, which it keeps alive."""
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+def ring_geometry(node_of: tuple[int, ...], local_experts_max: int, staging_bytes_max: int) -> tuple[int, int]:
+    """(slots, bytes of a slot) of the rings, the same on every rank: the largest with which no rank's staging exceeds the limit.
+
+    Raises `CapacityError` with both numbers when a limit that the caller gave is too small for any.
+    """
+    from expertwire.fabric.native import Exchange
+
+    limit = staging_bytes_max or STAGING_BYTES
+    least = 0
+    for slots, slot_bytes in _GEOMETRIES:
+        least = max(
+            Exchange.layout(rank, list(node_of), local_experts_max, slots, slot_bytes)["staging_bytes"] for rank in range(len(node_of))
+        )
+        if least <= limit or (not staging_bytes_max and (slots, slot_bytes) == _SMALLEST_UNASKED):
+            return slots, slot_bytes
+    raise CapacityError(
+        f"num_rdma_bytes is {staging_bytes_max}; the rings of {len(node_of)} ranks on {max(node_of) + 1} nodes need at least {least} bytes"
+    )
+
+
+def memory_plan(
+    node_of: tuple[int, ...],
+    *,
+    data_bytes: int,
+    staging_bytes_max: int,
+    local_experts_max: int,
+    rows: int,
+    row_bytes: int,
+    topk: int,
+) -> list[tuple[int, int, int]]:
+    """(control, staging, data) bytes by rank. See `Buffer.memory_plan`."""
+    from expertwire.fabric.native import Exchange
+
+    slots, slot_bytes = ring_geometry(node_of, local_experts_max, staging_bytes_max)
+    data = data_bytes or DATA_BYTES
+    if rows and row_bytes:
+        received = align_up(Exchange.dispatch_bytes(rows, row_bytes, topk, 8, topk > 0), EXTENT_ALIGNMENT)
+        returned = align_up(Exchange.combine_bytes(rows, row_bytes, topk), EXTENT_ALIGNMENT)
+        data = max(data_bytes, align_up(received + max(returned, -(-received // 3)), EXTENT_ALIGNMENT))
+    layouts = [Exchange.layout(rank, list(node_of), local_experts_max, slots, slot_bytes) for rank in range(len(node_of))]
+    return [(layout["control_bytes"], layout["staging_bytes"], data) for layout in layouts]
+
+
+def context_options(settings: Settings) -> dict[str, object]:
+    """The settings as the core takes them."""
+    return {
+        "provider": settings.provider,
+        "interface": settings.interface,
+        "max_outstanding": settings.max_outstanding,
+        "timeout_ms": settings.timeout_ms,
+        "hard_timeout_ms": settings.hard_timeout(),
+        "sync_writes": settings.sync_writes,
+        "delivery_complete": {"auto": -1, "0": 0, "1": 1}[settings.delivery_complete],
+        "trust_order": settings.trust_order,
+        "liveness": settings.liveness,
+    }
+
+
+def _release(context: Context, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child closes nothing of its parent's
+        context.close(CLOSE_MS)
+
+
+class CpuBackend:
+    """One rank's exchange on CPU tensors. Arguments come checked; calls come one at a time."""
+
+    def __init__(self, launch: Launch, context: Context, exchange: Exchange, node_of: tuple[int, ...], timeout_ms: int) -> None:
+        self.rank = launch.rank
+        self.node_of = node_of
+        self.timeout_ms = timeout_ms
+        self._context = context
+        self._exchange = exchange
+        region = context.region("data")
+        self.data_bytes: int = context.region_bytes(region)
+        self._pool = Pool(context.region_address(region), self.data_bytes, context)
+        # Also at the interpreter's exit, while threads still run.
+        self._finalizer = weakref.finalize(self, _release, context, os.getpid())
+
+    @classmethod
+    def open(
+        cls,
+        launch: Launch,
+        *,
+        data_bytes: int,
+        staging_bytes_max: int,
+        local_experts_max: int,
+        node_of: Sequence[object] | None,
+        provider: str | None,
+        timeout_ms: int | None,
+    ) -> CpuBackend:
+        """Build this rank's part and wire it to the others. Collective."""
+        settings = settings_for(provider, timeout_ms)
+
+        def build(nodes: tuple[int, ...], chosen: Settings) -> Context:
+            from expertwire.fabric.native import Context, Exchange
+
+            slots, slot_bytes = ring_geometry(nodes, local_experts_max, staging_bytes_max)
+            layout = Exchange.layout(launch.rank, list(nodes), local_experts_max, slots, slot_bytes)
+            context = Context(launch.rank, launch.size, context_options(chosen))
+            context.create_region("control", layout["control_bytes"])
+            context.create_region("staging", max(layout["staging_bytes"], 64))
+            context.create_region("data", align_up(data_bytes or DATA_BYTES, EXTENT_ALIGNMENT))
+            return context
+
+        facts = {"device": "cpu", "max_local_experts": str(local_experts_max), "num_rdma_bytes": str(staging_bytes_max)}
+        wiring = connect(launch, settings, node_of, facts, build)
+        from expertwire.fabric.native import Exchange
+
+        slots, slot_bytes = ring_geometry(wiring.node_of, local_experts_max, staging_bytes_max)
+        exchange = Exchange(wiring.context, list(wiring.node_of), local_experts_max, slots, slot_bytes)
+        return cls(launch, wiring.context, exchange, wiring.node_of, settings.timeout_ms)
+
+    def layout(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows per rank i32[R], distinct rows per node i32[RR], rows per expert i32[E], token in rank bool[T, R]."""
+        from expertwire.fabric.native import layout_counts
+
+        tokens, topk = topk_idx.shape
+        ranks = len(self.node_of)
+        per_rank = torch.empty(ranks, dtype=torch.int32)
+        per_node = torch.empty(max(self.node_of) + 1, dtype=torch.int32)
+        per_expert = torch.empty(num_experts, dtype=torch.int32)
+        in_rank = torch.empty((tokens, ranks), dtype=torch.bool)
+        layout_counts(
+            _address(topk_idx),
+            topk_idx.element_size(),
+            tokens,
+            topk,
+            expert_bounds(num_experts, ranks),
+            list(self.node_of),
+            _address(per_rank),
+            _address(per_node),
+            _address(per_expert),
+            _address(in_rank),
+        )
+        return per_rank, per_node, per_expert, in_rank
+
+    def dispatch(self, x: torch.Tensor, routing: Routing, expert_alignment: int, identity: object) -> Received:
+        """Send rows by the routing given."""
+        topk = 0 if routing.topk_idx is None else routing.topk_idx.shape[1]
+        offer, result = self._exchange_rows(x, routing, None)
+        handle = Handle(
+            native=result.handle,
+            buffer=identity,
+            rank=self.rank,
+            node_of=self.node_of,
+            num_experts=routing.num_experts,
+            num_tokens=x.shape[0],
+            num_recv_tokens=result.received,
+            num_topk=topk,
+            expert_alignment=expert_alignment,
+            num_recv_tokens_per_expert=tuple(result.expert_counts),
+            is_token_in_rank=routing.in_rank.clone(),
+            # A copy: the handle shall not keep the rows' memory alive.
+            recv_src_idx=self.data_tensor(torch.int32, result.layout["src_idx"], (result.received,)).clone(),
+        )
+        row_bytes = x.shape[1] * x.element_size()
+        self._pool.reserve_for(handle, self._exchange.combine_bytes(result.received, row_bytes, topk))
+        rows, topk_idx, topk_weights = self._results(offer, result, x, routing)
+        return Received(rows, topk_idx, topk_weights, handle)
+
+    def dispatch_again(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Send rows by the routing of an earlier dispatch."""
+        offer, result = self._exchange_rows(x, None, handle)
+        return self._results(offer, result, x, None)[0]
+
+    def combine(
+        self, x: torch.Tensor, handle: Handle, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bring rows back, summed."""
+        out = torch.empty((handle.num_tokens, x.shape[1]), dtype=x.dtype)
+        topk = 0 if weights is None else weights.shape[1]
+        out_weights = None if weights is None else torch.empty((handle.num_tokens, topk), dtype=torch.float32)
+        bias_addresses = [*(_address(bias) for bias in biases), 0, 0]
+        offer = self._pool.offer()
+        try:
+            self._exchange.combine(
+                _address(x),
+                x.shape[0],
+                x.shape[1] * x.element_size(),
+                _address(weights),
+                topk,
+                bias_addresses[0],
+                bias_addresses[1],
+                _address(out),
+                _address(out_weights),
+                handle.native,
+                offer.offset,
+                offer.length,
+                self.timeout_ms,
+            )
+        finally:
+            # Whatever failed, nobody writes to a combine's extent but this rank.
+            self._pool.withdraw(offer)
+        return out, out_weights
+
+    def data_tensor(self, dtype: torch.dtype, offset: int, shape: Sequence[int]) -> torch.Tensor:
+        """The data region from byte `offset`, as it is."""
+        length = math.prod(shape) * dtype.itemsize
+        return _over(self._pool.memory(Extent(offset, length)), 0, dtype, shape)
+
+    def close(self, *, linger: bool) -> None:
+        """Tell the others that this rank leaves, and release everything but the memory under tensors that live."""
+        try:
+            if linger and self._finalizer.alive:
+                self._context.barrier(min(self.timeout_ms, LINGER_MS))
+        except ExpertwireError:
+            pass  # the others leave later, in another order, or are dead: nothing here depends on them any more
+        finally:
+            self._finalizer()
+
+    def _exchange_rows(self, x: torch.Tensor, routing: Routing | None, handle: Handle | None) -> tuple[Extent, DispatchResult]:
+        topk_idx = None if routing is None else routing.topk_idx
+        offer = self._pool.offer()
+        try:
+            result = self._exchange.dispatch(
+                _address(x),
+                x.shape[0],
+                x.shape[1] * x.element_size(),
+                0 if routing is None else _address(routing.in_rank),
+                _address(topk_idx),
+                8 if topk_idx is None else topk_idx.element_size(),
+                0 if topk_idx is None else topk_idx.shape[1],
+                0 if routing is None else _address(routing.topk_weights),
+                0 if routing is None else _address(routing.per_rank),
+                0 if routing is None else _address(routing.per_node),
+                0 if routing is None else _address(routing.per_expert),
+                0 if routing is None else routing.num_experts,
+                [] if routing is None else routing.bounds,
+                None if handle is None else handle.native,
+                offer.offset,
+                offer.length,
+                self.timeout_ms,
+            )
+        except UNSENT:
+            self._pool.withdraw(offer)  # after any other failure it stays taken: rows may still arrive in it
+            raise
+        return offer, result
+
+    def _results(
+        self, offer: Extent, result: DispatchResult, x: torch.Tensor, routing: Routing | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Rows, ids and weights received: views of the data region, or copies where a view would eat into the reserve."""
+        received, layout = result.received, result.layout
+        memory = self._pool.keep(offer, result.used_bytes) if received else None
+        source = memory if memory is not None else self._pool.memory(Extent(offer.offset, result.used_bytes))
+
+        def tensor(name: str, dtype: torch.dtype, width: int) -> torch.Tensor:
+            found = _over(source, layout[name] - offer.offset, dtype, (received, width))
+            return found if memory is not None else found.clone()
+
+        rows = tensor("x", x.dtype, x.shape[1])
+        topk_idx = topk_weights = None
+        if routing is not None and routing.topk_idx is not None:
+            topk_idx = tensor("topk_idx", routing.topk_idx.dtype, routing.topk_idx.shape[1])
+        if routing is not None and routing.topk_weights is not None:
+            topk_weights = tensor("topk_weights", torch.float32, routing.topk_weights.shape[1])
+        if memory is None:
+            self._pool.withdraw(offer)
+        return rows, topk_idx, topk_weights
