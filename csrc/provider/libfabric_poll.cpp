@@ -1,0 +1,228 @@
+// Completions, and the messages that carry notifications and emulated signals.
+#include <algorithm>
+#include <atomic>
+
+#include "provider/libfabric_provider.hpp"
+
+namespace expertwire::fabric {
+namespace {
+
+constexpr std::size_t kBatch = 64;  // completions read at once
+constexpr int kRoundsMax = 4;       // so that a poll is bounded however much arrives
+
+}  // namespace
+
+std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) {
+    if (!objects_) return 0;
+    std::size_t count = 0;
+    while (!immediate_.empty() && count < completions.size()) {
+        completions[count++] = immediate_.back();
+        immediate_.pop_back();
+        ++counters_.completed;
+    }
+    for (int round = 0; round < kRoundsMax && count < completions.size(); ++round) {
+        if (!drain_queue(completions, count, arrivals)) break;
+    }
+    send_answers();
+    post_receives();
+    return count;
+}
+
+// True: there may be more.
+bool LibfabricProvider::drain_queue(std::span<Completion> completions, std::size_t& count, std::vector<Arrival>& arrivals) {
+    std::array<fi_cq_msg_entry, kBatch> entries;
+    const std::size_t wanted = std::min(kBatch, completions.size() - count);
+    const ssize_t got = fi_cq_read(objects_->queue.get(), entries.data(), wanted);
+    if (got == -FI_EAVAIL) {
+        read_error(completions, count);
+        return true;
+    }
+    if (got <= 0) return false;
+    for (std::size_t index = 0; index < static_cast<std::size_t>(got); ++index) {
+        if (entries[index].op_context == nullptr) {
+            ++counters_.unattributed_errors;
+            continue;
+        }
+        OperationContext& context = *static_cast<OperationContext*>(entries[index].op_context);
+        if (context.role == OperationContext::Role::receive) {
+            received(context, entries[index].len, completions, count, arrivals);
+        } else {
+            complete(context, Status::ok, 0, completions, count);
+        }
+    }
+    return static_cast<std::size_t>(got) == wanted;
+}
+
+// An error may come without a context, twice for one operation, or with a negative code.
+void LibfabricProvider::read_error(std::span<Completion> completions, std::size_t& count) {
+    fi_cq_err_entry entry{};
+    if (fi_cq_readerr(objects_->queue.get(), &entry, 0) < 0) return;
+    const int code = entry.err < 0 ? -entry.err : entry.err;
+    if (entry.op_context == nullptr) {
+        ++counters_.unattributed_errors;
+        return;
+    }
+    OperationContext& context = *static_cast<OperationContext*>(entry.op_context);
+    if (context.role == OperationContext::Role::receive) {
+        if (context.state != OperationContext::State::posted) {
+            ++counters_.unattributed_errors;
+            return;
+        }
+        ++counters_.dropped_messages;
+        context.state = OperationContext::State::idle;
+        if (code != FI_ECANCELED) idle_receives_.push_back(context.index);
+        return;
+    }
+    complete(context, status_of_error(code), code, completions, count);
+}
+
+// libfabric is done with a submission or an answer.
+void LibfabricProvider::complete(OperationContext& context, Status status, int code, std::span<Completion> completions,
+                                 std::size_t& count) {
+    using State = OperationContext::State;
+    if (context.state == State::idle || context.state == State::unanswered) {
+        ++counters_.unattributed_errors;  // it has ended already
+        return;
+    }
+    --in_flight_[context.endpoint];
+    --context.peer->in_flight;
+    free_peer(*context.peer);
+    if (context.role == OperationContext::Role::answer) {
+        context.state = State::idle;
+        idle_receives_.push_back(context.index);
+        return;
+    }
+    if (context.region != nullptr) --context.region->in_flight;
+    if (context.bounce != OperationContext::kNone) free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
+    if (context.state == State::posted_unanswered && status == Status::ok) {
+        context.state = State::unanswered;
+        return;
+    }
+    if (context.state == State::answered && status == Status::ok) status = context.answer;
+    finish(context, status, code, completions, count);
+}
+
+void LibfabricProvider::finish(OperationContext& context, Status status, int code, std::span<Completion> completions,
+                               std::size_t& count) {
+    context.state = OperationContext::State::idle;
+    completions[count++] = {context.ticket, status, context.level, code};
+    ++counters_.completed;
+}
+
+void LibfabricProvider::received(OperationContext& context, std::size_t bytes, std::span<Completion> completions, std::size_t& count,
+                                 std::vector<Arrival>& arrivals) {
+    context.state = OperationContext::State::idle;
+    const std::byte* buffer = receive_buffer(context);
+    MessageHeader message;
+    const auto sender = [&] { return by_instance_.find(message.sender); };
+    if (bytes < sizeof(message) || (std::memcpy(&message, buffer, sizeof(message)), message.magic != kMessageMagic) ||
+        sender() == by_instance_.end()) {
+        ++counters_.dropped_messages;
+        idle_receives_.push_back(context.index);
+        return;
+    }
+    switch (message.kind) {
+        case MessageKind::notification:
+            arrivals.push_back({sender()->second, {buffer + sizeof(message), buffer + bytes}});
+            break;
+        case MessageKind::signal: {
+            OperationContext& answer = objects_->answers[context.index];
+            answer.message = message;
+            answer.message.kind = MessageKind::answer;
+            answer.message.status = apply_signal(message);
+            unsent_answers_.push_back(context.index);  // the buffer is posted again once its answer has left
+            return;
+        }
+        case MessageKind::answer:
+            answer_received(message, completions, count);
+            break;
+        default:
+            ++counters_.dropped_messages;
+    }
+    idle_receives_.push_back(context.index);
+}
+
+Status LibfabricProvider::apply_signal(const MessageHeader& message) {
+    const auto& regions = objects_->regions;
+    if (message.region >= regions.size() || !regions[message.region] || regions[message.region]->number != message.registration ||
+        !regions[message.region]->spec.remote_write) {
+        ++counters_.dropped_messages;
+        return Status::bad_key;
+    }
+    const RegionSpec& spec = regions[message.region]->spec;
+    if (spec.bytes < sizeof(std::uint64_t) || message.offset > spec.bytes - sizeof(std::uint64_t) || message.offset % sizeof(std::uint64_t) != 0) {
+        ++counters_.dropped_messages;
+        return Status::out_of_range;
+    }
+    auto& word = *reinterpret_cast<std::uint64_t*>(spec.address + message.offset);
+    std::atomic_ref(word).fetch_add(message.operand, std::memory_order_release);
+    ++counters_.signals_applied;
+    return Status::ok;
+}
+
+void LibfabricProvider::answer_received(const MessageHeader& message, std::span<Completion> completions, std::size_t& count) {
+    using State = OperationContext::State;
+    const Ticket ticket = Ticket::unpack(message.ticket);
+    if (ticket.slot >= objects_->contexts.size()) {
+        ++counters_.dropped_messages;
+        return;
+    }
+    OperationContext& context = objects_->contexts[ticket.slot];
+    if (context.ticket != ticket || (context.state != State::unanswered && context.state != State::posted_unanswered)) {
+        ++counters_.dropped_messages;
+        return;
+    }
+    if (context.state == State::unanswered) {
+        finish(context, message.status, 0, completions, count);
+        return;
+    }
+    context.answer = message.status;
+    context.state = State::answered;
+}
+
+void LibfabricProvider::send_answers() {
+    while (!unsent_answers_.empty()) {
+        OperationContext& answer = objects_->answers[unsent_answers_.front()];
+        const auto sender = by_instance_.find(answer.message.sender);
+        if (sender == by_instance_.end()) {  // removed meanwhile
+            idle_receives_.push_back(answer.index);
+            unsent_answers_.pop_front();
+            continue;
+        }
+        answer.peer = peers_[sender->second.value].get();
+        answer.message.sender = instance_;
+        const ssize_t outcome = fi_send(objects_->endpoints[answer.endpoint].get(), &answer.message, sizeof(answer.message),
+                                        descriptor(objects_->answer_registration), address_of(*answer.peer, answer.endpoint), &answer.fi);
+        if (outcome == -FI_EAGAIN) {
+            answer.message.sender = answer.peer->instance;
+            return;
+        }
+        unsent_answers_.pop_front();
+        if (outcome != 0) {
+            idle_receives_.push_back(answer.index);
+            continue;
+        }
+        answer.state = OperationContext::State::posted;
+        ++in_flight_[answer.endpoint];
+        ++answer.peer->in_flight;
+    }
+}
+
+void LibfabricProvider::post_receives() {
+    while (!idle_receives_.empty()) {
+        OperationContext& context = objects_->receives[idle_receives_.back()];
+        const ssize_t outcome = fi_recv(objects_->endpoints[context.endpoint].get(), receive_buffer(context), message_bytes_,
+                                        descriptor(objects_->message_registration), FI_ADDR_UNSPEC, &context.fi);
+        if (outcome != 0) return;  // tried again at the next poll
+        context.state = OperationContext::State::posted;
+        idle_receives_.pop_back();
+    }
+}
+
+bool LibfabricProvider::may_sleep() {
+    if (!objects_ || !immediate_.empty() || !unsent_answers_.empty()) return false;
+    fid* objects[] = {&objects_->queue->fid};
+    return fi_trywait(objects_->fabric.get(), objects, 1) == FI_SUCCESS;
+}
+
+}  // namespace expertwire::fabric

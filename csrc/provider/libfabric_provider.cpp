@@ -1,0 +1,314 @@
+// Opening, regions and peers.
+#include "provider/libfabric_provider.hpp"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace expertwire::fabric {
+namespace {
+
+constexpr std::uint32_t kEndpointsMax = 64, kNameBytesMax = 512, kIdsMax = 1u << 20;
+constexpr std::uint32_t kSendBuffers = 64;
+
+std::string number(std::uint64_t value) { return std::to_string(value); }
+
+ControlResult invalid(const std::string& message) { return {Status::invalid, 0, message}; }
+
+}  // namespace
+
+LibfabricProvider::LibfabricProvider(std::shared_ptr<const LibfabricLibrary> library, Info info, const LibfabricOptions& options)
+    : library_(std::move(library)), info_(std::move(info)), options_(options), owner_(getpid()), objects_(std::make_unique<Objects>()) {
+    capabilities_ = describe(*info_, options_);
+}
+
+LibfabricProvider::~LibfabricProvider() { close(); }
+
+ControlResult LibfabricProvider::open() {
+    if (options_.endpoints == 0 || options_.endpoints > kEndpointsMax) {
+        return invalid("endpoints=" + number(options_.endpoints) + " is outside 1.." + number(kEndpointsMax));
+    }
+    if ((info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0 && options_.endpoints != 1) {
+        return invalid("provider \"" + capabilities_.provider + "\" binds regions to one endpoint (FI_MR_ENDPOINT), but endpoints=" +
+                       number(options_.endpoints));
+    }
+    if (getrandom(&instance_, sizeof(instance_), 0) != sizeof(instance_)) return failure(*library_, "getrandom", errno);
+    info_->tx_attr->op_flags = 0;  // every post says what it wants
+    if (options_.transmit_queue != 0 && options_.transmit_queue < info_->tx_attr->size) {
+        info_->tx_attr->size = options_.transmit_queue;
+    }
+    int code = library_->calls().fabric(info_->fabric_attr, objects_->fabric.out(), nullptr);
+    if (code != 0) return failure(*library_, "fi_fabric(" + capabilities_.provider + ")", code);
+    code = fi_domain(objects_->fabric.get(), info_.get(), objects_->domain.out(), nullptr);
+    if (code != 0) return failure(*library_, "fi_domain(" + std::string(info_->domain_attr->name) + ")", code);
+    if (ControlResult result = open_queue(); !result.ok()) return result;
+    fi_av_attr attributes{};
+    attributes.type = info_->domain_attr->av_type;
+    code = fi_av_open(objects_->domain.get(), &attributes, objects_->addresses.out(), nullptr);
+    if (code != 0) return failure(*library_, "fi_av_open", code);
+    objects_->endpoints.resize(options_.endpoints);
+    in_flight_.assign(options_.endpoints, 0);
+    for (std::uint32_t index = 0; index < options_.endpoints; ++index) {
+        if (ControlResult result = open_endpoint(index); !result.ok()) return result;
+    }
+    return open_messages();
+}
+
+ControlResult LibfabricProvider::open_queue() {
+    fi_cq_attr attributes{};
+    attributes.format = FI_CQ_FORMAT_MSG;
+    attributes.size = std::size_t{options_.slots} + 2 * std::size_t{options_.endpoints} * options_.receive_buffers + 64;
+    attributes.wait_obj = FI_WAIT_FD;
+    int code = fi_cq_open(objects_->domain.get(), &attributes, objects_->queue.out(), nullptr);
+    if (code == 0) {
+        if (fi_control(&objects_->queue->fid, FI_GETWAIT, &wait_fd_) != 0) wait_fd_ = -1;
+    } else {  // without a descriptor polling is bounded by time
+        attributes.wait_obj = FI_WAIT_NONE;
+        code = fi_cq_open(objects_->domain.get(), &attributes, objects_->queue.out(), nullptr);
+        if (code != 0) return failure(*library_, "fi_cq_open(size " + number(attributes.size) + ")", code);
+    }
+    capabilities_.waits_on_descriptor = wait_fd_ >= 0;
+    return {};
+}
+
+ControlResult LibfabricProvider::open_endpoint(std::uint32_t index) {
+    Handle<fid_ep>& endpoint = objects_->endpoints[index];
+    int code = fi_endpoint(objects_->domain.get(), info_.get(), endpoint.out(), nullptr);
+    if (code != 0) return failure(*library_, "fi_endpoint", code);
+    code = fi_ep_bind(endpoint.get(), &objects_->addresses->fid, 0);
+    if (code != 0) return failure(*library_, "fi_ep_bind(av)", code);
+    code = fi_ep_bind(endpoint.get(), &objects_->queue->fid, FI_TRANSMIT | FI_RECV);
+    if (code != 0) return failure(*library_, "fi_ep_bind(cq)", code);
+    code = fi_enable(endpoint.get());
+    if (code != 0) return failure(*library_, "fi_enable", code);
+    return {};
+}
+
+ControlResult LibfabricProvider::open_messages() {
+    message_bytes_ = sizeof(MessageHeader) + capabilities_.notification_bytes_max;
+    const std::uint32_t receives = options_.endpoints * options_.receive_buffers;
+    objects_->message_memory.resize((std::size_t{receives} + kSendBuffers) * message_bytes_);
+    objects_->contexts.resize(options_.slots);
+    objects_->receives.resize(receives);
+    objects_->answers.resize(receives);
+    for (std::uint32_t slot = 0; slot < options_.slots; ++slot) objects_->contexts[slot].index = slot;
+    for (std::uint32_t index = 0; index < receives; ++index) {
+        for (auto* context : {&objects_->receives[index], &objects_->answers[index]}) {
+            context->index = index;
+            context->endpoint = index / options_.receive_buffers;
+        }
+        objects_->receives[index].role = OperationContext::Role::receive;
+        objects_->answers[index].role = OperationContext::Role::answer;
+        idle_receives_.push_back(index);
+    }
+    for (std::uint32_t index = 0; index < kSendBuffers; ++index) free_bounces_.push_back(receives + index);
+    if (capabilities_.local_registration) {
+        const auto bytes_of = [](const auto& list) { return list.size() * sizeof(list[0]); };
+        const std::uint64_t access = FI_SEND | FI_RECV | FI_WRITE;
+        ControlResult result = register_memory(objects_->message_memory.data(), objects_->message_memory.size(), access,
+                                               objects_->message_registration);
+        if (result.ok()) {
+            result = register_memory(objects_->contexts.data(), bytes_of(objects_->contexts), access, objects_->context_registration);
+        }
+        if (result.ok() && receives != 0) {
+            result = register_memory(objects_->answers.data(), bytes_of(objects_->answers), access, objects_->answer_registration);
+        }
+        if (!result.ok()) return result;
+    }
+    immediate_.reserve(options_.slots);
+    post_receives();
+    return {};
+}
+
+ControlResult LibfabricProvider::register_memory(const void* address, std::size_t bytes, std::uint64_t access,
+                                                 Handle<fid_mr>& handle) {
+    const int mode = info_->domain_attr->mr_mode;
+    // Keys of our own are never used twice; keys that the provider picks are told apart by the registration's number.
+    const std::uint64_t key = (mode & FI_MR_PROV_KEY) != 0 ? 0 : next_key_++;
+    int code = fi_mr_reg(objects_->domain.get(), address, bytes, access, 0, key, 0, handle.out(), nullptr);
+    if (code != 0) return failure(*library_, "fi_mr_reg(" + number(bytes) + " bytes)", code);
+    if ((mode & FI_MR_ENDPOINT) == 0) return {};
+    code = fi_mr_bind(handle.get(), &objects_->endpoints[0]->fid, 0);
+    if (code == 0) code = fi_mr_enable(handle.get());
+    return code == 0 ? ControlResult{} : failure(*library_, "fi_mr_bind(endpoint)", code);
+}
+
+ControlResult LibfabricProvider::register_region(RegionId id, const RegionSpec& spec) {
+    if (!objects_) return {Status::closed, 0, "register_region: the provider was closed"};
+    if (id.value >= kIdsMax) return invalid("region id " + number(id.value) + " is not below " + number(kIdsMax));
+    if (spec.address == nullptr || spec.bytes == 0) return invalid("region " + number(id.value) + ": empty memory cannot be registered");
+    if (objects_->regions.size() <= id.value) objects_->regions.resize(id.value + 1);
+    if (objects_->regions[id.value]) return {Status::refused, 0, "region " + number(id.value) + " is registered already"};
+    auto region = std::make_unique<LocalRegion>();
+    region->spec = spec;
+    region->number = next_registration_++;
+    const std::uint64_t access = FI_SEND | FI_RECV | FI_READ | FI_WRITE | (spec.remote_write ? FI_REMOTE_WRITE : 0) |
+                                 (spec.remote_read ? FI_REMOTE_READ : 0);
+    ControlResult result = register_memory(spec.address, spec.bytes, access, region->registration);
+    if (!result.ok()) return result;
+    region->descriptor = capabilities_.local_registration ? fi_mr_desc(region->registration.get()) : nullptr;
+    objects_->regions[id.value] = std::move(region);
+    return {};
+}
+
+ControlResult LibfabricProvider::deregister_region(RegionId id) {
+    if (!objects_) return {Status::closed, 0, "deregister_region: the provider was closed"};
+    if (id.value >= objects_->regions.size() || !objects_->regions[id.value]) {
+        return invalid("region " + number(id.value) + " is not registered");
+    }
+    LocalRegion& region = *objects_->regions[id.value];
+    if (region.in_flight != 0) {
+        return {Status::refused, 0, "region " + number(id.value) + " is in use by " + number(region.in_flight) + " operations"};
+    }
+    fid_mr* registration = region.registration.get();
+    const int code = fi_close(&registration->fid);
+    if (code != 0) return failure(*library_, "fi_close(region " + number(id.value) + ")", code);
+    region.registration.abandon();  // closed by hand, for the sake of its code
+    objects_->regions[id.value].reset();
+    return {};
+}
+
+std::vector<std::byte> LibfabricProvider::region_key(RegionId id) const {
+    if (!objects_ || id.value >= objects_->regions.size() || !objects_->regions[id.value]) return {};
+    const LocalRegion& region = *objects_->regions[id.value];
+    RegionKey key;
+    key.region = id.value;
+    key.registration = region.number;
+    key.access = (region.spec.remote_write ? 1u : 0u) | (region.spec.remote_read ? 2u : 0u);
+    const bool virtual_addresses = (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
+    key.base = virtual_addresses ? reinterpret_cast<std::uintptr_t>(region.spec.address) : 0;
+    key.bytes = region.spec.bytes;
+    key.key = fi_mr_key(region.registration.get());
+    return to_bytes(key);
+}
+
+std::vector<std::byte> LibfabricProvider::address(EndpointId endpoint) const {
+    // One blob reaches every endpoint; the argument says which one a peer should see first when there are rails.
+    if (!objects_ || endpoint.value >= objects_->endpoints.size()) return {};
+    AddressHeader header;
+    header.endpoints = static_cast<std::uint32_t>(objects_->endpoints.size());
+    header.instance = instance_;
+    std::vector<std::byte> blob = to_bytes(header);
+    for (std::size_t index = 0; index < objects_->endpoints.size(); ++index) {
+        const std::size_t which = (endpoint.value + index) % objects_->endpoints.size();
+        std::array<std::byte, kNameBytesMax> name{};
+        std::size_t length = name.size();
+        if (fi_getname(&objects_->endpoints[which]->fid, name.data(), &length) != 0 || length > name.size()) return {};
+        const auto bytes = to_bytes(static_cast<std::uint32_t>(length));
+        blob.insert(blob.end(), bytes.begin(), bytes.end());
+        blob.insert(blob.end(), name.begin(), name.begin() + static_cast<std::ptrdiff_t>(length));
+    }
+    return blob;
+}
+
+ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte> address) {
+    if (!objects_) return {Status::closed, 0, "add_peer: the provider was closed"};
+    if (peer.value >= kIdsMax) return invalid("peer id " + number(peer.value) + " is not below " + number(kIdsMax));
+    AddressHeader header;
+    const std::string what = "address of peer " + number(peer.value) + ": ";
+    if (address.size() < sizeof(header)) return invalid(what + number(address.size()) + " bytes, shorter than its header");
+    std::memcpy(&header, address.data(), sizeof(header));
+    if (header.magic != AddressHeader{}.magic || header.endpoints == 0 || header.endpoints > kEndpointsMax) {
+        return invalid(what + "not one of this version's libfabric provider");
+    }
+    if (peers_.size() <= peer.value) peers_.resize(peer.value + 1);
+    if (peers_[peer.value]) {
+        if (peers_[peer.value]->instance == header.instance) return {};
+        return {Status::refused, 0, "peer " + number(peer.value) + " is known under another address: remove it first"};
+    }
+    auto entry = std::make_unique<Peer>();
+    entry->instance = header.instance;
+    std::span<const std::byte> rest = address.subspan(sizeof(header));
+    for (std::uint32_t index = 0; index < header.endpoints; ++index) {
+        std::uint32_t length = 0;
+        if (rest.size() < sizeof(length)) return invalid(what + "truncated");
+        std::memcpy(&length, rest.data(), sizeof(length));
+        rest = rest.subspan(sizeof(length));
+        if (length > kNameBytesMax || rest.size() < length) return invalid(what + "truncated");
+        fi_addr_t found = FI_ADDR_UNSPEC;
+        const int inserted = fi_av_insert(objects_->addresses.get(), rest.data(), 1, &found, 0, nullptr);
+        if (inserted != 1) return failure(*library_, "fi_av_insert(peer " + number(peer.value) + ")", inserted < 0 ? inserted : FI_EINVAL);
+        entry->addresses.push_back(found);
+        rest = rest.subspan(length);
+    }
+    by_instance_[header.instance] = peer;
+    peers_[peer.value] = std::move(entry);
+    return {};
+}
+
+ControlResult LibfabricProvider::remove_peer(PeerId peer) {
+    if (!objects_) return {Status::closed, 0, "remove_peer: the provider was closed"};
+    if (peer.value >= peers_.size() || !peers_[peer.value]) return invalid("peer " + number(peer.value) + " is not known");
+    for (RemoteRegion& region : remotes_) {
+        if (region.known && region.peer == peer) region = {};
+    }
+    std::unique_ptr<Peer> entry = std::move(peers_[peer.value]);
+    by_instance_.erase(entry->instance);
+    entry->removed = true;
+    std::erase_if(retired_, [&](const std::unique_ptr<Peer>& old) { return old->in_flight == 0; });
+    free_peer(*entry);
+    if (entry->in_flight != 0) retired_.push_back(std::move(entry));
+    return {};
+}
+
+// fi_av_remove needs an address that nothing uses (fi_av(3)); until then the entry stays and only new posts are refused.
+void LibfabricProvider::free_peer(Peer& peer) {
+    if (!peer.removed || peer.in_flight != 0 || peer.addresses.empty()) return;
+    fi_av_remove(objects_->addresses.get(), peer.addresses.data(), peer.addresses.size(), 0);
+    peer.addresses.clear();
+}
+
+ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) {
+    if (!objects_) return {Status::closed, 0, "add_remote_region: the provider was closed"};
+    if (id.value >= kIdsMax) return invalid("remote region id " + number(id.value) + " is not below " + number(kIdsMax));
+    if (peer.value >= peers_.size() || !peers_[peer.value]) return invalid("peer " + number(peer.value) + " is not known");
+    RemoteRegion region{.peer = peer, .key = {}, .known = true};
+    if (key.size() != sizeof(region.key)) {
+        return invalid("key of a region of peer " + number(peer.value) + ": " + number(key.size()) + " bytes instead of " + number(sizeof(region.key)));
+    }
+    std::memcpy(&region.key, key.data(), sizeof(region.key));
+    if (region.key.magic != RegionKey{}.magic) return invalid("key of a region of peer " + number(peer.value) + " is not one of this version's");
+    if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
+    if (remotes_[id.value].known && remotes_[id.value].peer != peer) {
+        return {Status::refused, 0, "remote region " + number(id.value) + " belongs to peer " + number(remotes_[id.value].peer.value)};
+    }
+    remotes_[id.value] = region;
+    return {};
+}
+
+void LibfabricProvider::close() {
+    if (!objects_) return;
+    if (getpid() != owner_) {  // a forked child: these descriptors and connections are its parent's
+        static_cast<void>(objects_.release());
+        return;
+    }
+    objects_.reset();
+    retired_.clear();
+    peers_.clear();
+    by_instance_.clear();
+    remotes_.clear();
+    wait_fd_ = -1;
+}
+
+}  // namespace expertwire::fabric
+
+namespace expertwire {
+
+std::unique_ptr<Provider> open_libfabric(const LibfabricOptions& options, ControlResult& result) {
+    const auto library = load_libfabric(options.libraries, result);
+    if (!library) return nullptr;
+    fabric::Info info = fabric::select_info(library, options, result);
+    if (!info) return nullptr;
+    const OrderingVerdict verdict = classify_order(fabric::granted_order(*info, options.endpoints), options.settings);
+    if (!verdict.safe) {
+        result = {Status::refused, 0, "provider \"" + options.provider + "\" cannot be used safely: " + verdict.why};
+        return nullptr;
+    }
+    auto provider = std::make_unique<fabric::LibfabricProvider>(library, std::move(info), options);
+    result = provider->open();
+    if (!result.ok()) return nullptr;
+    return provider;
+}
+
+}  // namespace expertwire

@@ -1,0 +1,162 @@
+// The provider over libfabric. Private to libfabric*.cpp; open_libfabric() makes one.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "provider/libfabric_objects.hpp"
+
+namespace expertwire::fabric {
+
+struct LocalRegion;
+
+struct Peer {
+    std::uint64_t instance = 0;
+    std::vector<fi_addr_t> addresses;  // one for each of its endpoints
+    std::uint32_t in_flight = 0;       // operations whose contexts libfabric still owns
+    bool removed = false;
+};
+
+// What libfabric gets as the context of an operation. It owns `fi` from the post until the completion.
+struct OperationContext {
+    enum class Role : std::uint8_t { submission, receive, answer };
+    enum class State : std::uint8_t {
+        idle,
+        posted,           // one completion to come
+        posted_unanswered,  // emulated signal: completion and answer to come
+        unanswered,       // emulated signal: sent, answer to come
+        answered,         // emulated signal: answer overtook the completion of its own send
+    };
+    fi_context2 fi{};  // first: its address is the context's
+    Role role = Role::submission;
+    State state = State::idle;
+    Status answer = Status::ok;
+    std::uint32_t index = 0;     // slot, or number of the receive buffer
+    std::uint32_t endpoint = 0;
+    std::uint32_t bounce = kNone;  // notification: which send buffer it holds
+    Ticket ticket;
+    Level level = Level::delivered;
+    Peer* peer = nullptr;
+    LocalRegion* region = nullptr;  // whose bytes it reads or writes here
+    std::uint64_t operand = 0;  // atomic: read by the NIC until the completion
+    MessageHeader message;      // emulated signal or answer
+    static constexpr std::uint32_t kNone = 0xffff'ffff;
+};
+
+struct LocalRegion {
+    Handle<fid_mr> registration;
+    RegionSpec spec;
+    void* descriptor = nullptr;
+    std::uint32_t number = 0;  // registrations are numbered, so that a stale key is never taken for a new one
+    std::uint32_t in_flight = 0;
+};
+
+struct RemoteRegion {
+    PeerId peer;
+    RegionKey key;
+    bool known = false;
+};
+
+// Everything that libfabric opened. Members are in the order of opening; reverse order closes them.
+struct Objects {
+    Handle<fid_fabric> fabric;
+    Handle<fid_domain> domain;
+    Handle<fid_cq> queue;
+    Handle<fid_av> addresses;
+    std::vector<std::byte> message_memory;            // receive buffers, then send buffers
+    std::vector<OperationContext> contexts;           // slots
+    std::vector<OperationContext> receives;           // endpoints × receive_buffers
+    std::vector<OperationContext> answers;            // one for each receive buffer
+    Handle<fid_mr> message_registration, context_registration, answer_registration;  // MR_LOCAL
+    std::vector<std::unique_ptr<LocalRegion>> regions;                               // by RegionId
+    std::vector<Handle<fid_ep>> endpoints;
+};
+
+class LibfabricProvider final : public Provider {
+  public:
+    LibfabricProvider(std::shared_ptr<const LibfabricLibrary> library, Info info, const LibfabricOptions& options);
+    ~LibfabricProvider() override;
+    ControlResult open();
+
+    const Capabilities& capabilities() const override { return capabilities_; }
+    ControlResult register_region(RegionId id, const RegionSpec& spec) override;
+    ControlResult deregister_region(RegionId id) override;
+    std::vector<std::byte> address(EndpointId endpoint) const override;
+    std::vector<std::byte> region_key(RegionId id) const override;
+    ControlResult add_peer(PeerId peer, std::span<const std::byte> address) override;
+    ControlResult remove_peer(PeerId peer) override;
+    ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
+
+    PostResult post(const PostCommand& command) override;
+    std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
+    int wait_fd() const override { return wait_fd_; }
+    bool may_sleep() override;
+    ProviderCounters counters() const override { return counters_; }
+    void close() override;
+
+  private:
+    // libfabric_provider.cpp: opening and the control plane
+    ControlResult open_queue();
+    ControlResult open_messages();
+    ControlResult open_endpoint(std::uint32_t index);
+    ControlResult register_memory(const void* address, std::size_t bytes, std::uint64_t access, Handle<fid_mr>& handle);
+    void free_peer(Peer& peer);
+
+    // libfabric_data.cpp: posts
+    PostResult refuse(Status status);
+    std::optional<Status> check(const PostCommand& command) const;
+    std::optional<Status> check_remote(const PostCommand& command) const;
+    ssize_t post_rma(const PostCommand& command, OperationContext& context);
+    ssize_t post_atomic(const PostCommand& command, OperationContext& context);
+    ssize_t post_signal_message(const PostCommand& command, OperationContext& context);
+    ssize_t post_notification(const PostCommand& command, OperationContext& context);
+    fi_addr_t address_of(const Peer& peer, std::uint32_t endpoint) const { return peer.addresses[endpoint % peer.addresses.size()]; }
+    PostResult posted(ssize_t outcome, const PostCommand& command, OperationContext& context);
+
+    // libfabric_poll.cpp: completions and messages
+    bool drain_queue(std::span<Completion> completions, std::size_t& count, std::vector<Arrival>& arrivals);
+    void read_error(std::span<Completion> completions, std::size_t& count);
+    void complete(OperationContext& context, Status status, int code, std::span<Completion> completions, std::size_t& count);
+    void finish(OperationContext& context, Status status, int code, std::span<Completion> completions, std::size_t& count);
+    void received(OperationContext& context, std::size_t bytes, std::span<Completion> completions, std::size_t& count,
+                  std::vector<Arrival>& arrivals);
+    Status apply_signal(const MessageHeader& message);
+    void answer_received(const MessageHeader& message, std::span<Completion> completions, std::size_t& count);
+    void send_answers();
+    void post_receives();
+    std::byte* receive_buffer(const OperationContext& context) {
+        return objects_->message_memory.data() + std::size_t{context.index} * message_bytes_;
+    }
+    void* descriptor(const Handle<fid_mr>& registration) const { return registration ? fi_mr_desc(registration.get()) : nullptr; }
+
+    std::shared_ptr<const LibfabricLibrary> library_;
+    Info info_;
+    LibfabricOptions options_;
+    Capabilities capabilities_;
+    ProviderCounters counters_;
+    pid_t owner_ = 0;
+    std::uint64_t instance_ = 0;
+    std::size_t message_bytes_ = 0;  // of one message buffer
+    int wait_fd_ = -1;
+    std::uint32_t next_registration_ = 1;
+    std::uint64_t next_key_ = 1;
+    std::vector<std::uint32_t> in_flight_;  // by endpoint
+    std::vector<std::uint32_t> free_bounces_;
+    std::vector<Completion> immediate_;        // of operations without bytes; emptied by the next poll
+    std::vector<std::uint32_t> idle_receives_;  // buffers to post (again)
+    std::deque<std::uint32_t> unsent_answers_;  // receive buffers whose answer waits for room to be sent
+    std::vector<std::unique_ptr<Peer>> peers_;  // by PeerId
+    std::vector<std::unique_ptr<Peer>> retired_;  // removed, with operations still in flight
+    std::unordered_map<std::uint64_t, PeerId> by_instance_;
+    std::vector<RemoteRegion> remotes_;  // by RemoteRegionId
+    std::unique_ptr<Objects> objects_;   // null once closed
+};
+
+}  // namespace expertwire::fabric
