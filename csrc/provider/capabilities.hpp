@@ -14,17 +14,17 @@ struct ControlResult;
 struct Capabilities {
     std::string provider;  // "tcp;ofi_rxm", "local", "simulated"
     OrderingClass ordering = OrderingClass::delivery_gated;
-    bool delivery_complete = false;              // a completion can mean "at the target"
-    bool remote_atomics = false;                 // else signals travel as messages that the target's progress thread applies
-    bool local_registration = false;             // MR_LOCAL: the source of a write must be registered too
-    bool manual_progress = true;                 // the target must poll
-    bool detects_death = false;                  // a dead peer shows up as an error completion
-    std::uint64_t message_bytes_max = 0;         // largest single write or read
-    std::uint64_t notification_bytes_max = 0;    // largest notification payload
-    std::uint64_t inject_bytes_max = 0;          // largest operation that the provider copies at the post
-    std::uint32_t transmit_queue = 0;            // operations one endpoint holds before it says AGAIN
-    bool waits_on_descriptor = false;            // wait_fd() is a descriptor; else polling is bounded by time
-    std::string why;                             // the source of these statements, for doctor
+    bool delivery_complete = false;       // a completion can mean "at the target"
+    bool remote_atomics = false;          // else signals travel as messages that the target's progress thread applies
+    bool local_registration = false;      // MR_LOCAL: the source of a write must be registered too
+    bool manual_progress = true;          // the target must poll
+    bool detects_death = false;           // a dead peer shows up as an error completion
+    std::uint64_t message_bytes_max = 0;  // largest single write or read
+    std::uint64_t notification_bytes_max = 0;  // largest notification payload
+    std::uint64_t inject_bytes_max = 0;        // largest operation that the provider copies at the post
+    std::uint32_t transmit_queue = 0;          // operations one endpoint holds before it says AGAIN
+    bool waits_on_descriptor = false;          // wait_fd() is a descriptor; else polling is bounded by time
+    std::string why;                           // the source of these statements, for doctor
 };
 
 // SPEC T8: EXPERTWIRE_DELIVERY_COMPLETE.
@@ -37,15 +37,16 @@ struct ProviderSettings {
     std::string rendezvous_threshold;  // FI_CXI_RDZV_THRESHOLD as found, "" when unset
 };
 
-// What `fi_getinfo` grants, as far as it decides the ordering class. Pure data, so that the rules are tested without a NIC.
+// What `fi_getinfo` grants, as far as it decides the ordering class. Pure data, so that the rules are tested without a
+// NIC.
 struct GrantedOrder {
     std::string provider;
-    bool write_after_write = false;     // FI_ORDER_WAW itself, on tx and rx
-    bool send_after_write = false;      // FI_ORDER_SAW, on tx and rx
-    std::uint64_t waw_bytes_max = 0;    // max_order_waw_size
-    bool atomics = false;               // FI_ATOMIC granted and valid for a 64-bit add
+    bool write_after_write = false;   // FI_ORDER_WAW itself, on tx and rx
+    bool send_after_write = false;    // FI_ORDER_SAW, on tx and rx
+    std::uint64_t waw_bytes_max = 0;  // max_order_waw_size
+    bool atomics = false;             // FI_ATOMIC granted and valid for a 64-bit add
     bool delivery_complete = false;
-    bool immediates = false;            // FI_RMA_EVENT-less remote CQ data of >= 4 bytes
+    bool immediates = false;  // FI_RMA_EVENT-less remote CQ data of >= 4 bytes
     std::uint32_t endpoints = 1;
 };
 
@@ -58,8 +59,9 @@ struct OrderingVerdict {
 // The rules of DESIGN "What providers promise", for one provider.
 OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettings& settings);
 
-// The policy that the engine follows. `result` is `refused`, with the reason in words, where EXPERTWIRE_DELIVERY_COMPLETE=0
-// would be unsafe (class B anywhere but on cxi) or =1 asks for what the provider does not have.
+// The policy that the engine follows. `result` is `refused`, with the reason in words, where
+// EXPERTWIRE_DELIVERY_COMPLETE=0 would be unsafe (class B anywhere but on cxi) or =1 asks for what the provider does
+// not have.
 GatePolicy make_gate_policy(const Capabilities& capabilities, const ProviderSettings& settings, ControlResult& result);
 
 // The same for callers that have nothing to report to: falls back to the safe policy where the settings are refused.

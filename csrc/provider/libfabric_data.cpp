@@ -24,7 +24,8 @@ std::optional<Status> LibfabricProvider::check_remote(const PostCommand& command
 
 std::optional<Status> LibfabricProvider::check(const PostCommand& command) const {
     if (!objects_) return Status::closed;
-    if (command.ticket.slot >= objects_->contexts.size() || command.endpoint.value >= objects_->endpoints.size()) return Status::invalid;
+    if (command.ticket.slot >= objects_->contexts.size() || command.endpoint.value >= objects_->endpoints.size())
+        return Status::invalid;
     if (objects_->contexts[command.ticket.slot].state != OperationContext::State::idle) return Status::refused;
     if (command.peer.value >= peers_.size() || !peers_[command.peer.value]) return Status::invalid;
     if (command.kind == OpKind::notification) {
@@ -33,7 +34,8 @@ std::optional<Status> LibfabricProvider::check(const PostCommand& command) const
     }
     if (command.kind == OpKind::signal) return check_remote(command);
     if (command.bytes > capabilities_.message_bytes_max) return Status::out_of_range;
-    if (command.local.value >= objects_->regions.size() || !objects_->regions[command.local.value]) return Status::invalid;
+    if (command.local.value >= objects_->regions.size() || !objects_->regions[command.local.value])
+        return Status::invalid;
     const RegionSpec& local = objects_->regions[command.local.value]->spec;
     if (command.bytes > local.bytes || command.local_offset > local.bytes - command.bytes) return Status::out_of_range;
     return check_remote(command);
@@ -43,7 +45,8 @@ PostResult LibfabricProvider::post(const PostCommand& command) {
     if (const std::optional<Status> status = check(command)) return refuse(*status);
     OperationContext& context = objects_->contexts[command.ticket.slot];
     if (command.bytes == 0 && (command.kind == OpKind::write || command.kind == OpKind::read)) {
-        immediate_.push_back({command.ticket, Status::ok, command.level, 0});  // no provider has to take an empty transfer
+        immediate_.push_back(
+            {command.ticket, Status::ok, command.level, 0});  // no provider has to take an empty transfer
         ++counters_.posted;
         return {};
     }
@@ -58,7 +61,9 @@ PostResult LibfabricProvider::post(const PostCommand& command) {
         case OpKind::read:
             return posted(post_rma(command, context), command, context);
         case OpKind::signal:
-            return posted(capabilities_.remote_atomics ? post_atomic(command, context) : post_signal_message(command, context), command, context);
+            return posted(
+                capabilities_.remote_atomics ? post_atomic(command, context) : post_signal_message(command, context),
+                command, context);
         case OpKind::notification:
             return posted(post_notification(command, context), command, context);
     }
@@ -136,7 +141,8 @@ ssize_t LibfabricProvider::post_signal_message(const PostCommand& command, Opera
     context.message.offset = command.remote_offset;
     context.message.operand = command.operand;
     return fi_send(objects_->endpoints[command.endpoint.value].get(), &context.message, sizeof(context.message),
-                   descriptor(objects_->context_registration), address_of(*context.peer, command.endpoint.value), &context.fi);
+                   descriptor(objects_->context_registration), address_of(*context.peer, command.endpoint.value),
+                   &context.fi);
 }
 
 ssize_t LibfabricProvider::post_notification(const PostCommand& command, OperationContext& context) {

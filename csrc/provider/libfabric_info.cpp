@@ -13,7 +13,8 @@
 namespace expertwire::fabric {
 namespace {
 
-constexpr std::uint64_t kNeeded = FI_MSG | FI_SEND | FI_RECV | FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+constexpr std::uint64_t kNeeded =
+    FI_MSG | FI_SEND | FI_RECV | FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
 // Modes that registration here can follow; raw keys and device memory are not among them.
 constexpr int kMemoryModes = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
 
@@ -41,7 +42,8 @@ Info query(const std::shared_ptr<const LibfabricLibrary>& library, const std::st
     }
     fi_info* found = nullptr;
     const char* node = source.empty() ? nullptr : source.c_str();
-    code = -library->calls().getinfo(kApiVersion, node, nullptr, node != nullptr ? std::uint64_t{FI_SOURCE} : 0, hints.get(), &found);
+    code = -library->calls().getinfo(kApiVersion, node, nullptr, node != nullptr ? std::uint64_t{FI_SOURCE} : 0,
+                                     hints.get(), &found);
     return Info(code == 0 ? found : nullptr, InfoDeleter{library});
 }
 
@@ -52,7 +54,9 @@ struct Wish {
 // signal of class B could not be gated at all.
 constexpr std::array<Wish, 4> kWishes{{{true, true}, {false, true}, {true, false}, {false, false}}};
 
-std::string text(const char* words) { return words != nullptr ? words : ""; }
+std::string text(const char* words) {
+    return words != nullptr ? words : "";
+}
 
 bool is(const std::string& provider, const char* core) {
     return provider == core || provider.rfind(std::string(core) + ";", 0) == 0;
@@ -60,7 +64,8 @@ bool is(const std::string& provider, const char* core) {
 
 std::string address_text(const fi_info& info) {
     std::array<char, NI_MAXHOST> host{};
-    if (info.src_addr == nullptr || (info.addr_format != FI_SOCKADDR_IN && info.addr_format != FI_SOCKADDR_IN6)) return "";
+    if (info.src_addr == nullptr || (info.addr_format != FI_SOCKADDR_IN && info.addr_format != FI_SOCKADDR_IN6))
+        return "";
     const auto* address = static_cast<const sockaddr*>(info.src_addr);
     const auto length = static_cast<socklen_t>(info.src_addrlen);
     return getnameinfo(address, length, host.data(), host.size(), nullptr, 0, NI_NUMERICHOST) == 0 ? host.data() : "";
@@ -69,7 +74,8 @@ std::string address_text(const fi_info& info) {
 }  // namespace
 
 std::string full_provider_name(const std::string& name) {
-    if (name == "tcp" || name == "verbs") return name + ";ofi_rxm";  // their own endpoints are connections, not datagrams
+    if (name == "tcp" || name == "verbs")
+        return name + ";ofi_rxm";  // their own endpoints are connections, not datagrams
     return name;
 }
 
@@ -77,7 +83,8 @@ bool resolve_source(const std::string& interface, std::string& address) {
     address = interface;
     if (interface.empty()) return true;
     std::array<unsigned char, sizeof(in6_addr)> scratch{};
-    if (inet_pton(AF_INET, interface.c_str(), scratch.data()) == 1 || inet_pton(AF_INET6, interface.c_str(), scratch.data()) == 1) {
+    if (inet_pton(AF_INET, interface.c_str(), scratch.data()) == 1 ||
+        inet_pton(AF_INET6, interface.c_str(), scratch.data()) == 1) {
         return true;
     }
     ifaddrs* list = nullptr;
@@ -85,10 +92,12 @@ bool resolve_source(const std::string& interface, std::string& address) {
     const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(list, freeifaddrs);
     for (const int family : {AF_INET, AF_INET6}) {
         for (const ifaddrs* item = list; item != nullptr; item = item->ifa_next) {
-            if (item->ifa_addr == nullptr || item->ifa_addr->sa_family != family || interface != item->ifa_name) continue;
+            if (item->ifa_addr == nullptr || item->ifa_addr->sa_family != family || interface != item->ifa_name)
+                continue;
             std::array<char, NI_MAXHOST> host{};
             const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-            if (getnameinfo(item->ifa_addr, length, host.data(), host.size(), nullptr, 0, NI_NUMERICHOST) != 0) continue;
+            if (getnameinfo(item->ifa_addr, length, host.data(), host.size(), nullptr, 0, NI_NUMERICHOST) != 0)
+                continue;
             address = host.data();
             return true;
         }
@@ -102,8 +111,9 @@ Info select_info(const std::shared_ptr<const LibfabricLibrary>& library, const L
     std::string source;
     if (!resolve_source(options.source_address, source)) {
         result = {Status::invalid, 0,
-                  "interface \"" + options.source_address + "\" does not exist here or has no IP address; "
-                  "give the name of one that has (ip -brief address) or a numeric address"};
+                  "interface \"" + options.source_address +
+                      "\" does not exist here or has no IP address; "
+                      "give the name of one that has (ip -brief address) or a numeric address"};
         return Info(nullptr, InfoDeleter{library});
     }
     int code = 0;
@@ -118,11 +128,13 @@ Info select_info(const std::shared_ptr<const LibfabricLibrary>& library, const L
         }
     }
     result = {Status::refused, code,
-              "libfabric " + std::to_string(library->major()) + "." + std::to_string(library->minor()) + " (" + library->path() +
-                  ") offers no provider \"" + provider + "\"" + (source.empty() ? "" : " on address " + source) +
+              "libfabric " + std::to_string(library->major()) + "." + std::to_string(library->minor()) + " (" +
+                  library->path() + ") offers no provider \"" + provider + "\"" +
+                  (source.empty() ? "" : " on address " + source) +
                   (options.domain.empty() ? "" : " and domain " + options.domain) +
                   (options.signal_path == SignalPath::atomic ? " with remote atomics" : "") + ": fi_getinfo says " +
-                  library->calls().strerror(code) + " (" + std::to_string(code) + "). `expertwire doctor` lists what there is"};
+                  library->calls().strerror(code) + " (" + std::to_string(code) +
+                  "). `expertwire doctor` lists what there is"};
     return Info(nullptr, InfoDeleter{library});
 }
 
@@ -154,10 +166,12 @@ Capabilities describe(const fi_info& info, const LibfabricOptions& options) {
     if (verdict.ordering == OrderingClass::ordered) {  // order holds up to this size only
         capabilities.message_bytes_max = std::min<std::uint64_t>(capabilities.message_bytes_max, granted.waw_bytes_max);
     }
-    capabilities.notification_bytes_max = std::min<std::uint64_t>(options.notification_bytes_max, info.ep_attr->max_msg_size - sizeof(MessageHeader));
+    capabilities.notification_bytes_max =
+        std::min<std::uint64_t>(options.notification_bytes_max, info.ep_attr->max_msg_size - sizeof(MessageHeader));
     capabilities.inject_bytes_max = info.tx_attr->inject_size;
     capabilities.transmit_queue = static_cast<std::uint32_t>(std::min<std::uint64_t>(info.tx_attr->size, 65'536));
-    if (options.transmit_queue != 0) capabilities.transmit_queue = std::min(capabilities.transmit_queue, options.transmit_queue);
+    if (options.transmit_queue != 0)
+        capabilities.transmit_queue = std::min(capabilities.transmit_queue, options.transmit_queue);
     capabilities.why = verdict.why;
     return capabilities;
 }
@@ -210,7 +224,8 @@ std::vector<ProviderFacts> query_providers(const std::vector<std::string>& libra
                 return row.capabilities.provider == facts.capabilities.provider && row.domain == facts.domain &&
                        row.source_address == facts.source_address;
             };
-            if (std::any_of(rows.begin(), rows.end(), same)) continue;  // a wish that was granted already is the better one
+            if (std::any_of(rows.begin(), rows.end(), same))
+                continue;  // a wish that was granted already is the better one
             facts.capability_bits = item->caps;
             facts.mr_mode = static_cast<std::uint64_t>(static_cast<unsigned>(item->domain_attr->mr_mode));
             facts.mode = item->mode;

@@ -23,7 +23,8 @@ namespace expertwire::fabric {
 
 inline constexpr std::uint32_t kApiVersion = FI_VERSION(1, 17);
 
-// One libfabric object, closed when it goes. The order of members in Objects is the order of opening; they close in reverse.
+// One libfabric object, closed when it goes. The order of members in Objects is the order of opening; they close in
+// reverse.
 template <class Fid>
 class Handle {
   public:
@@ -64,7 +65,8 @@ std::string full_provider_name(const std::string& name);  // "tcp" → "tcp;ofi_
 // The address to bind, from an interface name or a numeric address; "" stays "". False: no such interface or address.
 bool resolve_source(const std::string& interface, std::string& address);
 
-// The first RDM info of the provider that has messages and RMA, with FI_ATOMIC where it can be had. Null: `result` says why.
+// The first RDM info of the provider that has messages and RMA, with FI_ATOMIC where it can be had. Null: `result` says
+// why.
 Info select_info(const std::shared_ptr<const LibfabricLibrary>& library, const LibfabricOptions& options,
                  ControlResult& result);
 
@@ -90,13 +92,13 @@ enum class MessageKind : std::uint8_t { notification = 1, signal, answer };
 struct MessageHeader {
     std::uint32_t magic = kMessageMagic;
     MessageKind kind = MessageKind::notification;
-    Status status = Status::ok;       // answer: how the signal ended
+    Status status = Status::ok;  // answer: how the signal ended
     std::uint16_t reserved = 0;
-    std::uint64_t sender = 0;         // instance that sent it: addresses of a dead process may be taken again
-    std::uint64_t ticket = 0;         // signal: comes back in its answer
-    std::uint32_t region = 0;         // signal: the target's RegionId and …
-    std::uint32_t registration = 0;   // … which registration of it
-    std::uint64_t offset = 0;         // bytes
+    std::uint64_t sender = 0;        // instance that sent it: addresses of a dead process may be taken again
+    std::uint64_t ticket = 0;        // signal: comes back in its answer
+    std::uint32_t region = 0;        // signal: the target's RegionId and …
+    std::uint32_t registration = 0;  // … which registration of it
+    std::uint64_t offset = 0;        // bytes
     std::uint64_t operand = 0;
 };
 static_assert(sizeof(MessageHeader) == 48);

@@ -29,7 +29,8 @@ std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vect
 }
 
 // True: there may be more.
-bool LibfabricProvider::drain_queue(std::span<Completion> completions, std::size_t& count, std::vector<Arrival>& arrivals) {
+bool LibfabricProvider::drain_queue(std::span<Completion> completions, std::size_t& count,
+                                    std::vector<Arrival>& arrivals) {
     std::array<fi_cq_msg_entry, kBatch> entries;
     const std::size_t wanted = std::min(kBatch, completions.size() - count);
     const ssize_t got = fi_cq_read(objects_->queue.get(), entries.data(), wanted);
@@ -93,7 +94,8 @@ void LibfabricProvider::complete(OperationContext& context, Status status, int c
         return;
     }
     if (context.region != nullptr) --context.region->in_flight;
-    if (context.bounce != OperationContext::kNone) free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
+    if (context.bounce != OperationContext::kNone)
+        free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
     if (context.state == State::posted_unanswered && status == Status::ok) {
         context.state = State::unanswered;
         return;
@@ -109,8 +111,8 @@ void LibfabricProvider::finish(OperationContext& context, Status status, int cod
     ++counters_.completed;
 }
 
-void LibfabricProvider::received(OperationContext& context, std::size_t bytes, std::span<Completion> completions, std::size_t& count,
-                                 std::vector<Arrival>& arrivals) {
+void LibfabricProvider::received(OperationContext& context, std::size_t bytes, std::span<Completion> completions,
+                                 std::size_t& count, std::vector<Arrival>& arrivals) {
     context.state = OperationContext::State::idle;
     const std::byte* buffer = receive_buffer(context);
     MessageHeader message;
@@ -144,13 +146,14 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
 
 Status LibfabricProvider::apply_signal(const MessageHeader& message) {
     const auto& regions = objects_->regions;
-    if (message.region >= regions.size() || !regions[message.region] || regions[message.region]->number != message.registration ||
-        !regions[message.region]->spec.remote_write) {
+    if (message.region >= regions.size() || !regions[message.region] ||
+        regions[message.region]->number != message.registration || !regions[message.region]->spec.remote_write) {
         ++counters_.dropped_messages;
         return Status::bad_key;
     }
     const RegionSpec& spec = regions[message.region]->spec;
-    if (spec.bytes < sizeof(std::uint64_t) || message.offset > spec.bytes - sizeof(std::uint64_t) || message.offset % sizeof(std::uint64_t) != 0) {
+    if (spec.bytes < sizeof(std::uint64_t) || message.offset > spec.bytes - sizeof(std::uint64_t) ||
+        message.offset % sizeof(std::uint64_t) != 0) {
         ++counters_.dropped_messages;
         return Status::out_of_range;
     }
@@ -160,7 +163,8 @@ Status LibfabricProvider::apply_signal(const MessageHeader& message) {
     return Status::ok;
 }
 
-void LibfabricProvider::answer_received(const MessageHeader& message, std::span<Completion> completions, std::size_t& count) {
+void LibfabricProvider::answer_received(const MessageHeader& message, std::span<Completion> completions,
+                                        std::size_t& count) {
     using State = OperationContext::State;
     const Ticket ticket = Ticket::unpack(message.ticket);
     if (ticket.slot >= objects_->contexts.size()) {
@@ -191,8 +195,9 @@ void LibfabricProvider::send_answers() {
         }
         answer.peer = peers_[sender->second.value].get();
         answer.message.sender = instance_;
-        const ssize_t outcome = fi_send(objects_->endpoints[answer.endpoint].get(), &answer.message, sizeof(answer.message),
-                                        descriptor(objects_->answer_registration), address_of(*answer.peer, answer.endpoint), &answer.fi);
+        const ssize_t outcome =
+            fi_send(objects_->endpoints[answer.endpoint].get(), &answer.message, sizeof(answer.message),
+                    descriptor(objects_->answer_registration), address_of(*answer.peer, answer.endpoint), &answer.fi);
         if (outcome == -FI_EAGAIN) {
             answer.message.sender = answer.peer->instance;
             return;
@@ -211,8 +216,9 @@ void LibfabricProvider::send_answers() {
 void LibfabricProvider::post_receives() {
     while (!idle_receives_.empty()) {
         OperationContext& context = objects_->receives[idle_receives_.back()];
-        const ssize_t outcome = fi_recv(objects_->endpoints[context.endpoint].get(), receive_buffer(context), message_bytes_,
-                                        descriptor(objects_->message_registration), FI_ADDR_UNSPEC, &context.fi);
+        const ssize_t outcome =
+            fi_recv(objects_->endpoints[context.endpoint].get(), receive_buffer(context), message_bytes_,
+                    descriptor(objects_->message_registration), FI_ADDR_UNSPEC, &context.fi);
         if (outcome != 0) return;  // tried again at the next poll
         context.state = OperationContext::State::posted;
         idle_receives_.pop_back();

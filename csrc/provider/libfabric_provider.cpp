@@ -12,26 +12,38 @@ namespace {
 constexpr std::uint32_t kEndpointsMax = 64, kNameBytesMax = 512, kIdsMax = 1u << 20;
 constexpr std::uint32_t kSendBuffers = 64;
 
-std::string number(std::uint64_t value) { return std::to_string(value); }
+std::string number(std::uint64_t value) {
+    return std::to_string(value);
+}
 
-ControlResult invalid(const std::string& message) { return {Status::invalid, 0, message}; }
+ControlResult invalid(const std::string& message) {
+    return {Status::invalid, 0, message};
+}
 
 }  // namespace
 
-LibfabricProvider::LibfabricProvider(std::shared_ptr<const LibfabricLibrary> library, Info info, const LibfabricOptions& options)
-    : library_(std::move(library)), info_(std::move(info)), options_(options), owner_(getpid()), objects_(std::make_unique<Objects>()) {
+LibfabricProvider::LibfabricProvider(std::shared_ptr<const LibfabricLibrary> library, Info info,
+                                     const LibfabricOptions& options)
+    : library_(std::move(library)),
+      info_(std::move(info)),
+      options_(options),
+      owner_(getpid()),
+      objects_(std::make_unique<Objects>()) {
     capabilities_ = describe(*info_, options_);
 }
 
-LibfabricProvider::~LibfabricProvider() { close(); }
+LibfabricProvider::~LibfabricProvider() {
+    close();
+}
 
 ControlResult LibfabricProvider::open() {
     if (options_.endpoints == 0 || options_.endpoints > kEndpointsMax) {
         return invalid("endpoints=" + number(options_.endpoints) + " is outside 1.." + number(kEndpointsMax));
     }
     if ((info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0 && options_.endpoints != 1) {
-        return invalid("provider \"" + capabilities_.provider + "\" binds regions to one endpoint (FI_MR_ENDPOINT), but endpoints=" +
-                       number(options_.endpoints));
+        return invalid(
+            "provider \"" + capabilities_.provider +
+            "\" binds regions to one endpoint (FI_MR_ENDPOINT), but endpoints=" + number(options_.endpoints));
     }
     if (getrandom(&instance_, sizeof(instance_), 0) != sizeof(instance_)) return failure(*library_, "getrandom", errno);
     info_->tx_attr->op_flags = 0;  // every post says what it wants
@@ -109,10 +121,12 @@ ControlResult LibfabricProvider::open_messages() {
         ControlResult result = register_memory(objects_->message_memory.data(), objects_->message_memory.size(), access,
                                                objects_->message_registration);
         if (result.ok()) {
-            result = register_memory(objects_->contexts.data(), bytes_of(objects_->contexts), access, objects_->context_registration);
+            result = register_memory(objects_->contexts.data(), bytes_of(objects_->contexts), access,
+                                     objects_->context_registration);
         }
         if (result.ok() && receives != 0) {
-            result = register_memory(objects_->answers.data(), bytes_of(objects_->answers), access, objects_->answer_registration);
+            result = register_memory(objects_->answers.data(), bytes_of(objects_->answers), access,
+                                     objects_->answer_registration);
         }
         if (!result.ok()) return result;
     }
@@ -137,9 +151,11 @@ ControlResult LibfabricProvider::register_memory(const void* address, std::size_
 ControlResult LibfabricProvider::register_region(RegionId id, const RegionSpec& spec) {
     if (!objects_) return {Status::closed, 0, "register_region: the provider was closed"};
     if (id.value >= kIdsMax) return invalid("region id " + number(id.value) + " is not below " + number(kIdsMax));
-    if (spec.address == nullptr || spec.bytes == 0) return invalid("region " + number(id.value) + ": empty memory cannot be registered");
+    if (spec.address == nullptr || spec.bytes == 0)
+        return invalid("region " + number(id.value) + ": empty memory cannot be registered");
     if (objects_->regions.size() <= id.value) objects_->regions.resize(id.value + 1);
-    if (objects_->regions[id.value]) return {Status::refused, 0, "region " + number(id.value) + " is registered already"};
+    if (objects_->regions[id.value])
+        return {Status::refused, 0, "region " + number(id.value) + " is registered already"};
     auto region = std::make_unique<LocalRegion>();
     region->spec = spec;
     region->number = next_registration_++;
@@ -159,7 +175,8 @@ ControlResult LibfabricProvider::deregister_region(RegionId id) {
     }
     LocalRegion& region = *objects_->regions[id.value];
     if (region.in_flight != 0) {
-        return {Status::refused, 0, "region " + number(id.value) + " is in use by " + number(region.in_flight) + " operations"};
+        return {Status::refused, 0,
+                "region " + number(id.value) + " is in use by " + number(region.in_flight) + " operations"};
     }
     fid_mr* registration = region.registration.get();
     const int code = fi_close(&registration->fid);
@@ -207,7 +224,8 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
     if (peer.value >= kIdsMax) return invalid("peer id " + number(peer.value) + " is not below " + number(kIdsMax));
     AddressHeader header;
     const std::string what = "address of peer " + number(peer.value) + ": ";
-    if (address.size() < sizeof(header)) return invalid(what + number(address.size()) + " bytes, shorter than its header");
+    if (address.size() < sizeof(header))
+        return invalid(what + number(address.size()) + " bytes, shorter than its header");
     std::memcpy(&header, address.data(), sizeof(header));
     if (header.magic != AddressHeader{}.magic || header.endpoints == 0 || header.endpoints > kEndpointsMax) {
         return invalid(what + "not one of this version's libfabric provider");
@@ -228,7 +246,9 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
         if (length > kNameBytesMax || rest.size() < length) return invalid(what + "truncated");
         fi_addr_t found = FI_ADDR_UNSPEC;
         const int inserted = fi_av_insert(objects_->addresses.get(), rest.data(), 1, &found, 0, nullptr);
-        if (inserted != 1) return failure(*library_, "fi_av_insert(peer " + number(peer.value) + ")", inserted < 0 ? inserted : FI_EINVAL);
+        if (inserted != 1)
+            return failure(*library_, "fi_av_insert(peer " + number(peer.value) + ")",
+                           inserted < 0 ? inserted : FI_EINVAL);
         entry->addresses.push_back(found);
         rest = rest.subspan(length);
     }
@@ -239,7 +259,8 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
 
 ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     if (!objects_) return {Status::closed, 0, "remove_peer: the provider was closed"};
-    if (peer.value >= peers_.size() || !peers_[peer.value]) return invalid("peer " + number(peer.value) + " is not known");
+    if (peer.value >= peers_.size() || !peers_[peer.value])
+        return invalid("peer " + number(peer.value) + " is not known");
     for (RemoteRegion& region : remotes_) {
         if (region.known && region.peer == peer) region = {};
     }
@@ -252,7 +273,8 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     return {};
 }
 
-// fi_av_remove needs an address that nothing uses (fi_av(3)); until then the entry stays and only new posts are refused.
+// fi_av_remove needs an address that nothing uses (fi_av(3)); until then the entry stays and only new posts are
+// refused.
 void LibfabricProvider::free_peer(Peer& peer) {
     if (!peer.removed || peer.in_flight != 0 || peer.addresses.empty()) return;
     fi_av_remove(objects_->addresses.get(), peer.addresses.data(), peer.addresses.size(), 0);
@@ -261,17 +283,22 @@ void LibfabricProvider::free_peer(Peer& peer) {
 
 ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) {
     if (!objects_) return {Status::closed, 0, "add_remote_region: the provider was closed"};
-    if (id.value >= kIdsMax) return invalid("remote region id " + number(id.value) + " is not below " + number(kIdsMax));
-    if (peer.value >= peers_.size() || !peers_[peer.value]) return invalid("peer " + number(peer.value) + " is not known");
+    if (id.value >= kIdsMax)
+        return invalid("remote region id " + number(id.value) + " is not below " + number(kIdsMax));
+    if (peer.value >= peers_.size() || !peers_[peer.value])
+        return invalid("peer " + number(peer.value) + " is not known");
     RemoteRegion region{.peer = peer, .key = {}, .known = true};
     if (key.size() != sizeof(region.key)) {
-        return invalid("key of a region of peer " + number(peer.value) + ": " + number(key.size()) + " bytes instead of " + number(sizeof(region.key)));
+        return invalid("key of a region of peer " + number(peer.value) + ": " + number(key.size()) +
+                       " bytes instead of " + number(sizeof(region.key)));
     }
     std::memcpy(&region.key, key.data(), sizeof(region.key));
-    if (region.key.magic != RegionKey{}.magic) return invalid("key of a region of peer " + number(peer.value) + " is not one of this version's");
+    if (region.key.magic != RegionKey{}.magic)
+        return invalid("key of a region of peer " + number(peer.value) + " is not one of this version's");
     if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
     if (remotes_[id.value].known && remotes_[id.value].peer != peer) {
-        return {Status::refused, 0, "remote region " + number(id.value) + " belongs to peer " + number(remotes_[id.value].peer.value)};
+        return {Status::refused, 0,
+                "remote region " + number(id.value) + " belongs to peer " + number(remotes_[id.value].peer.value)};
     }
     remotes_[id.value] = region;
     return {};

@@ -29,24 +29,24 @@ struct OperationContext {
     enum class Role : std::uint8_t { submission, receive, answer };
     enum class State : std::uint8_t {
         idle,
-        posted,           // one completion to come
+        posted,             // one completion to come
         posted_unanswered,  // emulated signal: completion and answer to come
-        unanswered,       // emulated signal: sent, answer to come
-        answered,         // emulated signal: answer overtook the completion of its own send
+        unanswered,         // emulated signal: sent, answer to come
+        answered,           // emulated signal: answer overtook the completion of its own send
     };
     fi_context2 fi{};  // first: its address is the context's
     Role role = Role::submission;
     State state = State::idle;
     Status answer = Status::ok;
-    std::uint32_t index = 0;     // slot, or number of the receive buffer
+    std::uint32_t index = 0;  // slot, or number of the receive buffer
     std::uint32_t endpoint = 0;
     std::uint32_t bounce = kNone;  // notification: which send buffer it holds
     Ticket ticket;
     Level level = Level::delivered;
     Peer* peer = nullptr;
     LocalRegion* region = nullptr;  // whose bytes it reads or writes here
-    std::uint64_t operand = 0;  // atomic: read by the NIC until the completion
-    MessageHeader message;      // emulated signal or answer
+    std::uint64_t operand = 0;      // atomic: read by the NIC until the completion
+    MessageHeader message;          // emulated signal or answer
     static constexpr std::uint32_t kNone = 0xffff'ffff;
 };
 
@@ -70,10 +70,10 @@ struct Objects {
     Handle<fid_domain> domain;
     Handle<fid_cq> queue;
     Handle<fid_av> addresses;
-    std::vector<std::byte> message_memory;            // receive buffers, then send buffers
-    std::vector<OperationContext> contexts;           // slots
-    std::vector<OperationContext> receives;           // endpoints × receive_buffers
-    std::vector<OperationContext> answers;            // one for each receive buffer
+    std::vector<std::byte> message_memory;   // receive buffers, then send buffers
+    std::vector<OperationContext> contexts;  // slots
+    std::vector<OperationContext> receives;  // endpoints × receive_buffers
+    std::vector<OperationContext> answers;   // one for each receive buffer
     Handle<fid_mr> message_registration, context_registration, answer_registration;  // MR_LOCAL
     std::vector<std::unique_ptr<LocalRegion>> regions;                               // by RegionId
     std::vector<Handle<fid_ep>> endpoints;
@@ -117,14 +117,18 @@ class LibfabricProvider final : public Provider {
     ssize_t post_atomic(const PostCommand& command, OperationContext& context);
     ssize_t post_signal_message(const PostCommand& command, OperationContext& context);
     ssize_t post_notification(const PostCommand& command, OperationContext& context);
-    fi_addr_t address_of(const Peer& peer, std::uint32_t endpoint) const { return peer.addresses[endpoint % peer.addresses.size()]; }
+    fi_addr_t address_of(const Peer& peer, std::uint32_t endpoint) const {
+        return peer.addresses[endpoint % peer.addresses.size()];
+    }
     PostResult posted(ssize_t outcome, const PostCommand& command, OperationContext& context);
 
     // libfabric_poll.cpp: completions and messages
     bool drain_queue(std::span<Completion> completions, std::size_t& count, std::vector<Arrival>& arrivals);
     void read_error(std::span<Completion> completions, std::size_t& count);
-    void complete(OperationContext& context, Status status, int code, std::span<Completion> completions, std::size_t& count);
-    void finish(OperationContext& context, Status status, int code, std::span<Completion> completions, std::size_t& count);
+    void complete(OperationContext& context, Status status, int code, std::span<Completion> completions,
+                  std::size_t& count);
+    void finish(OperationContext& context, Status status, int code, std::span<Completion> completions,
+                std::size_t& count);
     void received(OperationContext& context, std::size_t bytes, std::span<Completion> completions, std::size_t& count,
                   std::vector<Arrival>& arrivals);
     Status apply_signal(const MessageHeader& message);
@@ -134,7 +138,9 @@ class LibfabricProvider final : public Provider {
     std::byte* receive_buffer(const OperationContext& context) {
         return objects_->message_memory.data() + std::size_t{context.index} * message_bytes_;
     }
-    void* descriptor(const Handle<fid_mr>& registration) const { return registration ? fi_mr_desc(registration.get()) : nullptr; }
+    void* descriptor(const Handle<fid_mr>& registration) const {
+        return registration ? fi_mr_desc(registration.get()) : nullptr;
+    }
 
     std::shared_ptr<const LibfabricLibrary> library_;
     Info info_;
@@ -149,10 +155,10 @@ class LibfabricProvider final : public Provider {
     std::uint64_t next_key_ = 1;
     std::vector<std::uint32_t> in_flight_;  // by endpoint
     std::vector<std::uint32_t> free_bounces_;
-    std::vector<Completion> immediate_;        // of operations without bytes; emptied by the next poll
-    std::vector<std::uint32_t> idle_receives_;  // buffers to post (again)
-    std::deque<std::uint32_t> unsent_answers_;  // receive buffers whose answer waits for room to be sent
-    std::vector<std::unique_ptr<Peer>> peers_;  // by PeerId
+    std::vector<Completion> immediate_;           // of operations without bytes; emptied by the next poll
+    std::vector<std::uint32_t> idle_receives_;    // buffers to post (again)
+    std::deque<std::uint32_t> unsent_answers_;    // receive buffers whose answer waits for room to be sent
+    std::vector<std::unique_ptr<Peer>> peers_;    // by PeerId
     std::vector<std::unique_ptr<Peer>> retired_;  // removed, with operations still in flight
     std::unordered_map<std::uint64_t, PeerId> by_instance_;
     std::vector<RemoteRegion> remotes_;  // by RemoteRegionId

@@ -14,8 +14,9 @@
 namespace expertwire {
 namespace {
 
-// libfabric 1.17 runs a psm2/ipath constructor that replaces handlers, so that Ctrl-C becomes exit(1). This variable, set
-// before loading, keeps the backtrace handlers out; the handlers are put back as well, since other providers set theirs.
+// libfabric 1.17 runs a psm2/ipath constructor that replaces handlers, so that Ctrl-C becomes exit(1). This variable,
+// set before loading, keeps the backtrace handlers out; the handlers are put back as well, since other providers set
+// theirs.
 class QuietLoading {
   public:
     QuietLoading() {
@@ -27,7 +28,7 @@ class QuietLoading {
     }
     ~QuietLoading() {
         for (int number = 1; number < NSIG; ++number) {
-            struct sigaction now {};
+            struct sigaction now{};
             if (!known_[number] || sigaction(number, nullptr, &now) != 0) continue;
             if (!same(now, handlers_[number])) sigaction(number, &handlers_[number], nullptr);
         }
@@ -59,8 +60,8 @@ struct Loaded {
 
 template <class Function>
 bool find(void* handle, const char* name, Function& function, std::string& error) {
-    // dlsym gives each symbol's default version: all of one layout, which begins like that of our headers. An older version
-    // (dlvsym) would copy shorter structs, while fi_domain() and fi_endpoint() read the full ones.
+    // dlsym gives each symbol's default version: all of one layout, which begins like that of our headers. An older
+    // version (dlvsym) would copy shorter structs, while fi_domain() and fi_endpoint() read the full ones.
     function = reinterpret_cast<Function>(dlsym(handle, name));
     if (function == nullptr && error.empty()) error = std::string("has no symbol ") + name;
     return function != nullptr;
@@ -107,8 +108,8 @@ std::string summary(const std::vector<LibraryCandidate>& tried) {
     return text;
 }
 
-// One per process: libfabric keeps threads and exit handlers, so what was loaded stays, and so does the choice. It is never
-// destroyed, because provider objects may outlive static destructors.
+// One per process: libfabric keeps threads and exit handlers, so what was loaded stays, and so does the choice. It is
+// never destroyed, because provider objects may outlive static destructors.
 struct Chosen {
     std::mutex mutex;
     std::vector<std::string> candidates;

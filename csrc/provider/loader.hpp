@@ -49,8 +49,9 @@ class LibfabricLibrary {
 };
 
 // Loads the best version among `candidates` (paths, or a bare "libfabric.so.1" for the system's search path; found by
-// fabric/discover.py). One library per process: a second call with the same candidates gives the same one. On failure null,
-// and `result` says which paths were tried and why each failed (`refused`).
-std::shared_ptr<const LibfabricLibrary> load_libfabric(const std::vector<std::string>& candidates, ControlResult& result);
+// fabric/discover.py). One library per process: a second call with the same candidates gives the same one. On failure
+// null, and `result` says which paths were tried and why each failed (`refused`).
+std::shared_ptr<const LibfabricLibrary> load_libfabric(const std::vector<std::string>& candidates,
+                                                       ControlResult& result);
 
 }  // namespace expertwire

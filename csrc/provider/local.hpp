@@ -1,5 +1,5 @@
-// Provider for ranks of one host: a peer's memfd regions are mapped here; a write is a copy, a signal an atomic add with
-// release order, a notification a datagram. Works without libfabric.
+// Provider for ranks of one host: a peer's memfd regions are mapped here; a write is a copy, a signal an atomic add
+// with release order, a notification a datagram. Works without libfabric.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ namespace expertwire {
 
 struct LocalOptions {
     std::uint32_t endpoints = 1;
-    std::uint32_t slots = 2048;                // ticket slots, as for libfabric
-    std::uint32_t regions_max = 256;           // regions registered at one time
+    std::uint32_t slots = 2048;       // ticket slots, as for libfabric
+    std::uint32_t regions_max = 256;  // regions registered at one time
     std::uint32_t notification_bytes_max = 8192;
-    std::uint32_t transmit_queue = 512;        // operations held before AGAIN
-    // Called after a signal or notification has landed at `peer`, from post() or poll(); may be empty. The provider wakes
-    // the peer's sleeping progress thread by itself (its wait_fd() becomes readable); this is for whoever wants to ring the
-    // peer's doorbell directly and save that hand-over.
+    std::uint32_t transmit_queue = 512;  // operations held before AGAIN
+    // Called after a signal or notification has landed at `peer`, from post() or poll(); may be empty. The provider
+    // wakes the peer's sleeping progress thread by itself (its wait_fd() becomes readable); this is for whoever wants
+    // to ring the peer's doorbell directly and save that hand-over.
     std::function<void(PeerId)> landed;
 };
 

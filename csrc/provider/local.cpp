@@ -1,0 +1,290 @@
+// Ranks of one host. How memory reaches a process that has only the bootstrap blob: it opens /proc/<pid>/fd/<number> of
+// the memfd. That needs no server, no thread and no polling on the other side, works in any order of construction, is
+// not stopped by Yama (which restricts attaching, not this), and fails exactly where memory must not be shared: another
+// pid namespace, another user, another host. A secret in the blob proves that the file found is the one meant.
+#include <fcntl.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+
+#include "provider/local_provider.hpp"
+
+namespace expertwire {
+namespace local {
+namespace {
+
+constexpr std::uint64_t kCopyBytesMax = std::uint64_t{1} << 40;
+constexpr int kRevokeWaitMs = 1000;
+
+std::string number(std::uint64_t value) {
+    return std::to_string(value);
+}
+ControlResult invalid(const std::string& message) {
+    return {Status::invalid, 0, message};
+}
+ControlResult failed(const std::string& call, int code) {
+    return {Status::io_error, code,
+            call + " failed: " + std::strerror(code) + " (" + number(static_cast<unsigned>(code)) + ")"};
+}
+
+template <class Value>
+std::vector<std::byte> to_bytes(const Value& value) {
+    std::vector<std::byte> bytes(sizeof(Value));
+    std::memcpy(bytes.data(), &value, sizeof(Value));
+    return bytes;
+}
+
+socklen_t name_socket(std::uint64_t name, sockaddr_un& address) {
+    address = {};
+    address.sun_family = AF_UNIX;  // a leading NUL: abstract, so no file is left behind
+    const int length = std::snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "expertwire-%016llx",
+                                     static_cast<unsigned long long>(name));
+    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<std::size_t>(length));
+}
+
+// Another process's descriptor, opened anew here.
+File open_of(std::int32_t pid, std::int32_t fd) {
+    const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+    return File(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+}
+
+bool holds(int fd, std::uint64_t bytes) {
+    struct stat status{};
+    return fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && static_cast<std::uint64_t>(status.st_size) >= bytes;
+}
+
+}  // namespace
+
+ControlResult LocalProvider::open() {
+    if (options_.endpoints == 0) return invalid("endpoints=0: at least one is needed");
+    if (options_.regions_max == 0 || options_.regions_max > kIdsMax)
+        return invalid("regions_max=" + number(options_.regions_max) + " is outside 1.." + number(kIdsMax));
+    if (options_.transmit_queue == 0) return invalid("transmit_queue=0: at least one operation must fit");
+    if (options_.notification_bytes_max > 65'536)
+        return invalid("notification_bytes_max=" + number(options_.notification_bytes_max) + " is above 65536");
+    std::array<std::uint64_t, 2> random{};
+    if (getrandom(random.data(), sizeof(random), 0) != sizeof(random)) return failed("getrandom", errno);
+    const std::size_t bytes = Mailbox::bytes_for(options_.regions_max);
+    file_ = File(memfd_create("expertwire-mailbox", MFD_CLOEXEC));
+    if (!file_) return failed("memfd_create", errno);
+    if (const int code = posix_fallocate(file_.get(), 0, static_cast<off_t>(bytes)); code != 0)
+        return failed("posix_fallocate(" + number(bytes) + ")", code);
+    Mapping mapping = Mapping::of(file_.get(), 0, bytes);
+    if (!mapping) return failed("mmap(" + number(bytes) + ")", errno);
+    address_ = {
+        .pid = owner_, .mailbox = file_.get(), .slots = options_.regions_max, .name = random[0], .secret = random[1]};
+    socket_ = File(socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (!socket_) return failed("socket(AF_UNIX)", errno);
+    sockaddr_un name{};
+    const socklen_t name_bytes = name_socket(address_.name, name);
+    if (bind(socket_.get(), reinterpret_cast<sockaddr*>(&name), name_bytes) != 0)
+        return failed("bind(abstract socket)", errno);
+    auto& box = *reinterpret_cast<Mailbox*>(mapping.data());
+    box.magic = Mailbox::kMagic;
+    box.secret = address_.secret;
+    box.slots = options_.regions_max;
+    mailbox_ = std::move(mapping);
+    for (std::uint32_t slot = options_.regions_max; slot-- > 0;) free_slots_.push_back(slot);
+    datagram_.resize(sizeof(Datagram) + options_.notification_bytes_max);
+    return {};
+}
+
+ControlResult LocalProvider::register_region(RegionId id, const RegionSpec& spec) {
+    if (!open_now()) return {Status::closed, 0, "register_region: the provider was closed"};
+    if (id.value >= kIdsMax) return invalid("region id " + number(id.value) + " is not below " + number(kIdsMax));
+    if (spec.address == nullptr || spec.bytes == 0)
+        return invalid("region " + number(id.value) + ": empty memory cannot be registered");
+    if (spec.fd >= 0 && !holds(spec.fd, spec.fd_offset + spec.bytes)) {
+        return invalid("region " + number(id.value) + ": its file is shorter than offset " + number(spec.fd_offset) +
+                       " + " + number(spec.bytes) + " bytes");
+    }
+    if (regions_.size() <= id.value) regions_.resize(id.value + 1);
+    if (regions_[id.value]) return {Status::refused, 0, "region " + number(id.value) + " is registered already"};
+    if (free_slots_.empty())
+        return {Status::refused, 0,
+                "no more than " + number(options_.regions_max) + " regions can be registered at one time"};
+    auto region = std::make_unique<LocalRegion>();
+    region->spec = spec;
+    if (spec.fd >= 0) {
+        region->file = File(fcntl(spec.fd, F_DUPFD_CLOEXEC, 0));
+        if (!region->file) return failed("dup of the region's file", errno);
+    }
+    region->slot = free_slots_.back();
+    free_slots_.pop_back();
+    region->registration = next_registration_++;
+    mailbox().regions[region->slot].registration.store(region->registration, std::memory_order_release);
+    regions_[id.value] = std::move(region);
+    return {};
+}
+
+// A writer that is stopped in the middle of its copy would write on when it wakes: then the region stays unusable, and
+// its owner is told, rather than memory reused under it.
+bool LocalProvider::revoke(RegionSlot& slot, int wait_ms) const {
+    slot.registration.store(0, std::memory_order_seq_cst);
+    const timespec pause{0, 1'000'000};
+    for (int waited = 0; slot.users.load(std::memory_order_seq_cst) != 0; ++waited) {
+        if (waited == wait_ms) return false;
+        nanosleep(&pause, nullptr);
+    }
+    return true;
+}
+
+ControlResult LocalProvider::deregister_region(RegionId id) {
+    if (!open_now()) return {Status::closed, 0, "deregister_region: the provider was closed"};
+    if (id.value >= regions_.size() || !regions_[id.value])
+        return invalid("region " + number(id.value) + " is not registered");
+    LocalRegion& region = *regions_[id.value];
+    if (region.in_flight != 0)
+        return {Status::refused, 0,
+                "region " + number(id.value) + " is in use by " + number(region.in_flight) + " operations"};
+    if (!revoke(mailbox().regions[region.slot], kRevokeWaitMs)) {
+        return {Status::refused, 0,
+                "region " + number(id.value) +
+                    ": a peer stands in the middle of a copy into it (stopped or dead); its key is no longer valid, "
+                    "its memory must be kept"};
+    }
+    free_slots_.push_back(region.slot);
+    regions_[id.value].reset();
+    return {};
+}
+
+std::vector<std::byte> LocalProvider::address(EndpointId endpoint) const {
+    if (!open_now() || endpoint.value >= options_.endpoints) return {};
+    return to_bytes(address_);
+}
+
+std::vector<std::byte> LocalProvider::region_key(RegionId id) const {
+    if (!open_now() || id.value >= regions_.size() || !regions_[id.value]) return {};
+    const LocalRegion& region = *regions_[id.value];
+    Key key;
+    key.fd = region.file.get();
+    key.slot = region.slot;
+    key.access = (region.spec.remote_write ? 1u : 0u) | (region.spec.remote_read ? 2u : 0u);
+    key.registration = region.registration;
+    key.offset = region.spec.fd_offset;
+    key.bytes = region.spec.bytes;
+    return to_bytes(key);
+}
+
+ControlResult LocalProvider::add_peer(PeerId peer, std::span<const std::byte> address) {
+    if (!open_now()) return {Status::closed, 0, "add_peer: the provider was closed"};
+    if (peer.value >= kIdsMax) return invalid("peer id " + number(peer.value) + " is not below " + number(kIdsMax));
+    auto entry = std::make_unique<Peer>();
+    if (address.size() != sizeof(Address))
+        return invalid("address of peer " + number(peer.value) + ": " + number(address.size()) + " bytes instead of " +
+                       number(sizeof(Address)));
+    std::memcpy(&entry->address, address.data(), sizeof(Address));
+    if (entry->address.magic != Address{}.magic || entry->address.slots > kIdsMax)
+        return invalid("address of peer " + number(peer.value) + " is not one of this version's local provider");
+    if (peers_.size() <= peer.value) peers_.resize(peer.value + 1);
+    if (peers_[peer.value]) {
+        if (peers_[peer.value]->address.secret == entry->address.secret) return {};
+        return {Status::refused, 0, "peer " + number(peer.value) + " is known under another address: remove it first"};
+    }
+    const std::string who = "peer " + number(peer.value) + " (process " + std::to_string(entry->address.pid) + ")";
+    const std::size_t bytes = Mailbox::bytes_for(entry->address.slots);
+    const File file = open_of(entry->address.pid, entry->address.mailbox);
+    if (!file || !holds(file.get(), bytes)) {
+        return {Status::refused, errno,
+                who + " shares no memory with this process (" + (file ? "another file" : std::strerror(errno)) +
+                    "): another host, container or user, or it has ended; use a libfabric provider"};
+    }
+    entry->mapping = Mapping::of(file.get(), 0, bytes);
+    if (!entry->mapping) return failed("mmap of the mailbox of " + who, errno);
+    if (entry->mailbox().magic != Mailbox::kMagic || entry->mailbox().secret != entry->address.secret) {
+        return {
+            Status::refused, 0,
+            who +
+                " shares no memory with this process (another process has its number here); use a libfabric provider"};
+    }
+    entry->socket_bytes = name_socket(entry->address.name, entry->socket);
+    peers_[peer.value] = std::move(entry);
+    return {};
+}
+
+ControlResult LocalProvider::remove_peer(PeerId peer) {
+    if (!open_now()) return {Status::closed, 0, "remove_peer: the provider was closed"};
+    if (peer.value >= peers_.size() || !peers_[peer.value])
+        return invalid("peer " + number(peer.value) + " is not known");
+    for (std::size_t index = copies_.size(); index-- > 0;) {
+        if (copies_[index].command.peer != peer) continue;
+        finish(copies_[index].command, Status::aborted);
+        copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(index));
+    }
+    for (auto& remote : remotes_) {
+        if (remote && remote->peer == peer) remote.reset();
+    }
+    peers_[peer.value].reset();
+    return {};
+}
+
+ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> bytes) {
+    if (!open_now()) return {Status::closed, 0, "add_remote_region: the provider was closed"};
+    if (id.value >= kIdsMax)
+        return invalid("remote region id " + number(id.value) + " is not below " + number(kIdsMax));
+    if (peer.value >= peers_.size() || !peers_[peer.value])
+        return invalid("peer " + number(peer.value) + " is not known");
+    const Address& owner = peers_[peer.value]->address;
+    auto remote = std::make_unique<RemoteRegion>();
+    remote->peer = peer;
+    const std::string what = "region of peer " + number(peer.value);
+    if (bytes.size() != sizeof(Key))
+        return invalid("key of a " + what + ": " + number(bytes.size()) + " bytes instead of " + number(sizeof(Key)));
+    std::memcpy(&remote->key, bytes.data(), sizeof(Key));
+    const Key& key = remote->key;
+    if (key.magic != Key{}.magic || key.slot >= owner.slots || key.bytes == 0 || key.bytes > kCopyBytesMax)
+        return invalid("key of a " + what + " is not one of this version's");
+    if (key.fd < 0)
+        return {Status::refused, 0,
+                what + " is memory of its own, not a memfd: `local` cannot map it; use a libfabric provider"};
+    for (const auto& copy : copies_) {
+        if (copy.command.remote == id) return {Status::refused, 0, "remote region " + number(id.value) + " is in use"};
+    }
+    const File file = open_of(owner.pid, key.fd);
+    if (!file)
+        return {Status::refused, errno,
+                what + " cannot be opened: " + std::strerror(errno) + " (deregistered, or its process has ended)"};
+    if (!holds(file.get(), key.offset + key.bytes)) return {Status::refused, 0, what + " is shorter than its key says"};
+    remote->mapping = Mapping::of(file.get(), key.offset, key.bytes);
+    if (!remote->mapping) return failed("mmap of a " + what, errno);
+    if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
+    if (remotes_[id.value] && remotes_[id.value]->peer != peer)
+        return {Status::refused, 0, "remote region " + number(id.value) + " belongs to another peer"};
+    remotes_[id.value] = std::move(remote);
+    return {};
+}
+
+void LocalProvider::close() {
+    if (!open_now()) return;
+    if (getpid() == owner_) {         // not in a forked child: the mailbox is its parent's
+        int wait_ms = kRevokeWaitMs;  // for all together: whoever still copies then writes into a file that outlives us
+        for (std::uint32_t slot = 0; slot < options_.regions_max; ++slot) {
+            if (!revoke(mailbox().regions[slot], wait_ms)) wait_ms = 0;
+        }
+    }
+    copies_.clear();
+    done_.clear();
+    remotes_.clear();
+    peers_.clear();
+    regions_.clear();
+    mailbox_.reset();
+    socket_.reset();
+    file_.reset();
+}
+
+}  // namespace local
+
+std::unique_ptr<Provider> open_local(const LocalOptions& options, ControlResult& result) {
+    auto provider = std::make_unique<local::LocalProvider>(options);
+    result = provider->open();
+    if (!result.ok()) return nullptr;
+    return provider;
+}
+
+}  // namespace expertwire
