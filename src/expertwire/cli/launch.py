@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from expertwire.errors import DeadlineError, ExpertwireError
+from expertwire.errors import DeadlineError, ExpertwireError, InvalidArgumentError, InvalidTypeError, UnavailableError
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 Result = TypeVar("Result")
 STOP_GRACE_S = 3.0  # between asking a rank to end and killing it
+BLAME_GRACE_S = 1.0  # after the first failure, for the rank that caused it to speak
 
 
 class RankError(ExpertwireError):
@@ -102,6 +103,21 @@ def _start(context: ForkServerContext, jobs: list[_Job]) -> tuple[list[ForkServe
     return processes, connections
 
 
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    kind: str  # the exception's class, or "" where the process ended without a word
+    message: str
+    trace: str
+
+    @property
+    def precedence(self) -> int:
+        """A rank that died or has a reason of its own explains the others, who only miss it."""
+        if not self.kind:
+            return 0
+        return 2 if self.kind in ("PeerError", "ConnectionError", "DeadlineError", "DistBackendError", "RuntimeError") else 1
+
+
 def _collect(
     processes: list[ForkServerProcess],
     connections: list[Connection],
@@ -109,12 +125,15 @@ def _collect(
     timeout_s: float,
 ) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: list[_Failure] = []
     open_ranks = {connection: rank for rank, connection in enumerate(connections)}
     deadline = time.monotonic() + timeout_s
     while open_ranks:
-        left = deadline - time.monotonic()
-        ready = multiprocessing.connection.wait(list(open_ranks), max(0.0, left))
-        if not ready and left <= 0:
+        left = max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(list(open_ranks), left)
+        if not ready and failures:
+            break
+        if not ready:
             raise DeadlineError(f"ranks {sorted(open_ranks.values())} have not returned within {timeout_s:.0f} s")
         for connection in ready:
             assert isinstance(connection, Connection)
@@ -123,15 +142,30 @@ def _collect(
                 kind, *content = connection.recv()
             except EOFError:
                 processes[rank].join(STOP_GRACE_S)
-                raise RankError(f"rank {rank} ended with exit code {processes[rank].exitcode} and no result", rank) from None
-            if kind == "progress" and on_progress is not None:
-                on_progress(rank, *content)
-            elif kind == "result":
+                kind, content = "error", ["", f"the process ended with exit code {processes[rank].exitcode} and no result", ""]
+            if kind == "progress":
+                if on_progress is not None:
+                    on_progress(rank, *content)
+                continue
+            del open_ranks[connection]
+            if kind == "result":
                 results[rank] = pickle.loads(content[0])
-                del open_ranks[connection]
-            elif kind == "error":
-                raise RankError(f"rank {rank} failed: {content[0]}\n{content[1]}", rank)
+            else:
+                failures.append(_Failure(rank, *content))
+                deadline = min(deadline, time.monotonic() + BLAME_GRACE_S)
+    if failures:
+        _raise(failures)
     return [results[rank] for rank in range(len(connections))]
+
+
+def _raise(failures: list[_Failure]) -> NoReturn:
+    first = min(failures, key=lambda failure: failure.precedence)
+    same_class = {kind.__name__: kind for kind in (UnavailableError, InvalidArgumentError, InvalidTypeError)}
+    if first.kind in same_class:
+        raise same_class[first.kind](f"rank {first.rank}: {first.message}")
+    others = "".join(f"\n  and rank {other.rank}: {other.kind}: {other.message}" for other in failures if other is not first)
+    what = f"{first.kind}: {first.message}" if first.kind else first.message
+    raise RankError(f"rank {first.rank} failed: {what}{others}\n{first.trace}".rstrip(), first.rank)
 
 
 def _stop(processes: list[ForkServerProcess]) -> None:
@@ -174,5 +208,5 @@ def _rank_main(job: _Job, connection: Connection) -> None:
     except KeyboardInterrupt:
         os._exit(130)  # the parent saw the same Ctrl-C and speaks for all
     except BaseException as error:
-        connection.send(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
+        connection.send(("error", type(error).__name__, str(error), traceback.format_exc()))
         os._exit(1)  # peers may be gone: no collective teardown

@@ -1,0 +1,146 @@
+"""The engines that a bench compares, behind one face: dispatch rows, combine rows, say how long each took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from expertwire.cli.bench.gloo import GlooExchange, GlooPlan
+from expertwire.ep import Buffer
+from expertwire.ep.layout import expert_bounds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from expertwire.cli.bench.ep import Setup
+    from expertwire.ep.handle import Handle
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a dispatch gave: rows bf16 [N, H], local expert ids [N, K] (−1 elsewhere), weights f32 [N, K]."""
+
+    rows: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+class Arm(Protocol):
+    """One engine. Times are seconds of the last call on this rank, by phase."""
+
+    name: str
+    seconds: dict[str, float]
+
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
+        """Send each row to the ranks of its experts. Collective."""
+        ...
+
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """Bring the rows of the last dispatch home, summed per token: bf16 [T, H]. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. Collective."""
+        ...
+
+
+class OursArm:
+    """`expertwire.ep.Buffer`, called as a user calls it; `dispatch` and `layout` are timed apart."""
+
+    name = "expertwire"
+
+    def __init__(self, node_of: Sequence[int], received_max: int, hidden: int, experts: int, topk: int, provider: str | None) -> None:
+        rank = dist.get_rank()
+        local_experts_max = max(1, -(-experts // len(node_of)))
+        plan = Buffer.memory_plan(
+            node_of, num_max_recv_tokens=received_max, hidden=hidden, num_topk=topk, max_local_experts=local_experts_max
+        )
+        self.experts = experts
+        self.seconds: dict[str, float] = {}
+        self.buffer = Buffer(
+            dist.group.WORLD,
+            num_nvl_bytes=plan[rank].data_bytes,
+            explicitly_destroy=True,
+            node_of=node_of,
+            provider=provider,
+            max_local_experts=local_experts_max,
+        )
+        self.handle: Handle | None = None
+
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
+        """See `Arm`."""
+        begin = time.perf_counter()
+        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.experts)
+        middle = time.perf_counter()
+        rows, ids, weights, _, handle, _ = self.buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+        )
+        self.seconds["layout"], self.seconds["dispatch"] = middle - begin, time.perf_counter() - middle
+        assert ids is not None
+        assert weights is not None
+        self.handle = handle
+        return Received(rows, ids, weights)
+
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """See `Arm`."""
+        assert self.handle is not None
+        begin = time.perf_counter()
+        combined, _, _ = self.buffer.combine(y, self.handle)
+        self.seconds["combine"] = time.perf_counter() - begin
+        return combined
+
+    def close(self) -> None:
+        """See `Arm`."""
+        self.handle = None
+        self.buffer.destroy()
+
+
+class GlooArm:
+    """The exchange as users write it with gloo (gloo.py). Its layout is part of its dispatch."""
+
+    name = "gloo"
+
+    def __init__(self, ranks: int, experts: int) -> None:
+        self.exchange = GlooExchange(None, torch.tensor(expert_bounds(experts, ranks)))
+        self.seconds: dict[str, float] = {}
+        self.plan: GlooPlan | None = None
+        self.tokens = 0
+
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
+        """See `Arm`."""
+        rows, ids, weights, self.plan = self.exchange.dispatch(x, topk_idx, topk_weights)
+        self.tokens = x.shape[0]
+        times = self.exchange.times
+        self.seconds.update(layout=0.0, dispatch=times.dispatch, dispatch_exchange=times.dispatch_exchange)
+        return Received(rows, ids, weights)
+
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """See `Arm`."""
+        assert self.plan is not None
+        combined = self.exchange.combine(y, self.plan, self.tokens)
+        times = self.exchange.times
+        self.seconds.update(combine=times.combine, combine_exchange=times.combine_exchange)
+        return combined
+
+    def close(self) -> None:
+        """See `Arm`."""
+
+
+def make_arms(setup: Setup, received: int) -> list[Arm]:
+    """The engines of one run, on this rank, which receives so many rows. Collective."""
+    most = torch.tensor(max(1, received))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    arms: list[Arm] = [OursArm(setup.node_of, int(most), setup.hidden, setup.experts, setup.topk, setup.provider)]
+    if "gloo" in setup.against:
+        arms.append(GlooArm(setup.ranks, setup.experts))
+    return arms

@@ -1,0 +1,260 @@
+"""Time dispatch and combine of `expertwire.ep.Buffer` between real processes on this machine.
+
+Ranks are processes; `--ranks-per-node` says which of them count as one node: rows between nodes travel through libfabric, rows inside
+one by load and store. Every received row, id, weight and sum is checked outside of the timed window; a run that finds one wrong byte fails.
+A figure is the median over the iterations of the slowest rank's time; `low` and `high` are the least and the largest.
+
+  expertwire bench ep                                  eight ranks as two nodes of four, a DeepSeek-V3-shaped exchange
+  expertwire bench ep --against gloo --json ep.json    beside the exchange as users write it with gloo
+  expertwire bench ep --smoke                          a quick check: 128 tokens, hidden 1024, 64 experts, top-4
+  expertwire bench ep --tokens 0,128,1,77 --ranks 4    its own number of tokens for each rank
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from expertwire.cli.report import Report, RowStatus
+from expertwire.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from expertwire.cli.bench.paired import Inputs, Measured
+    from expertwire.cli.launch import Rank
+
+ROUTINGS = ("uniform", "skewed", "duplicates", "holes", "none")
+SMOKE = {"tokens": "128", "hidden": 1024, "experts": 64, "topk": 4}
+ROW_BYTES = 2  # of one bf16 element
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One shape to measure; the same on every rank."""
+
+    node_of: tuple[int, ...]
+    tokens: tuple[int, ...]  # by rank
+    hidden: int
+    experts: int
+    topk: int
+    routing: str
+    provider: str | None
+    against: tuple[str, ...]
+    iterations: int
+    warmup: int
+    seed: int
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return len(self.node_of)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `expertwire bench ep`."""
+    parser.add_argument("--ranks", type=int, default=8, help="processes (default 8)")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=4, help="ranks that count as one node (default 4); the last node may be smaller"
+    )
+    parser.add_argument("--tokens", default="1024", help="tokens of every rank, or one number for each, with commas (default 1024)")
+    parser.add_argument("--hidden", type=int, default=7168, help="elements of a row, bf16 (default 7168)")
+    parser.add_argument("--experts", type=int, default=256, help="experts of all ranks; need not divide by the ranks (default 256)")
+    parser.add_argument("--topk", type=int, default=8, help="experts of a token (default 8)")
+    parser.add_argument(
+        "--routing",
+        choices=ROUTINGS,
+        default="uniform",
+        help="uniform: top-k of random scores; skewed: some experts are a hundred times as likely; duplicates: ids drawn with repetition; "
+        "holes: a third of the ids is −1, some tokens have none; none: all ids are −1",
+    )
+    parser.add_argument(
+        "--provider", help="what carries rows between nodes: tcp or local (default: EXPERTWIRE_PROVIDER, else the best found)"
+    )
+    parser.add_argument("--against", choices=("gloo",), action="append", default=[], help="measure this engine in the same run, turn about")
+    parser.add_argument("--iterations", type=int, default=10, help="measured iterations (default 10)")
+    parser.add_argument("--warmup", type=int, default=2, help="iterations before them, checked but not counted (default 2)")
+    parser.add_argument("--seed", type=int, default=1, help="of rows and routing (default 1)")
+    parser.add_argument("--smoke", action="store_true", help="128 tokens, hidden 1024, 64 experts, top-4, whatever those options say")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, write the file."""
+    from rich.console import Console
+
+    setup = parse(args)
+    report = Report("bench ep", {**asdict(setup), "routing": setup.routing})
+    from expertwire.cli.launch import launch
+    from expertwire.cli.progress import RankProgress
+
+    with RankProgress(setup.ranks) as progress:
+        measured = launch(_rank, (setup,), setup.ranks, on_progress=progress.update)
+    add_rows(report, measured, setup)
+    Console().print(report.table(title(setup)))
+    complain(measured)
+    report.write(args.json)
+    return report.exit_status()
+
+
+def title(setup: Setup) -> str:
+    """One line that says what was measured."""
+    nodes = [setup.node_of.count(node) for node in sorted(set(setup.node_of))]
+    shape = f"{setup.ranks} ranks as nodes of {', '.join(map(str, nodes))}" if len(nodes) > 1 else f"{setup.ranks} ranks, one node"
+    tokens = f"{setup.tokens[0]:,}" if len(set(setup.tokens)) == 1 else f"{min(setup.tokens):,} to {max(setup.tokens):,}"
+    return (
+        f"{shape}; {tokens} tokens a rank, hidden {setup.hidden}, {setup.experts} experts, top-{setup.topk}, bf16, {setup.routing} routing"
+    )
+
+
+def complain(measured: list[Measured]) -> None:
+    """Every payload fault on stderr, by rank."""
+    import sys
+
+    for rank, one in enumerate(measured):
+        for samples in one.samples:
+            for fault in samples.faults:
+                print(f"rank {rank}, {samples.arm}: {fault}", file=sys.stderr)
+
+
+def parse(args: argparse.Namespace) -> Setup:
+    """Check the numbers; an error names the option, its value and the limit."""
+    given = {**vars(args), **(SMOKE if args.smoke else {})}
+    lowest = {"ranks": 1, "ranks_per_node": 1, "hidden": 1, "experts": 1, "topk": 1, "iterations": 1, "warmup": 0, "seed": 0}
+    for name, least in lowest.items():
+        if given[name] < least:
+            raise InvalidArgumentError(f"--{name.replace('_', '-')} is {given[name]}; the least is {least}")
+    ranks, experts, topk = given["ranks"], given["experts"], given["topk"]
+    if topk > experts and given["routing"] in ("uniform", "skewed"):
+        raise InvalidArgumentError(f"--topk is {topk}; {given['routing']} routing has at most --experts {experts} different ones to choose")
+    return Setup(
+        node_of=tuple(rank // given["ranks_per_node"] for rank in range(ranks)),
+        tokens=parse_tokens(str(given["tokens"]), ranks),
+        hidden=given["hidden"],
+        experts=experts,
+        topk=topk,
+        routing=given["routing"],
+        provider=given["provider"],
+        against=tuple(dict.fromkeys(given["against"])),
+        iterations=given["iterations"],
+        warmup=given["warmup"],
+        seed=given["seed"],
+    )
+
+
+def parse_tokens(text: str, ranks: int) -> tuple[int, ...]:
+    """`1024`, or one count for each rank: `0,128,1,77`."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidArgumentError(f"--tokens is {text!r}; give a whole number, or one for each rank with commas") from None
+    if min(counts) < 0:
+        raise InvalidArgumentError(f"--tokens is {text}; the least is 0")
+    if len(counts) not in (1, ranks):
+        raise InvalidArgumentError(f"--tokens names {len(counts)} counts; there are {ranks} ranks")
+    return counts * ranks if len(counts) == 1 else counts
+
+
+def make_inputs(setup: Setup, rank: int) -> Inputs:
+    """What `rank` sends: a function of the seed, so that every rank can derive what the others do."""
+    import torch
+
+    from expertwire.cli.bench.paired import Inputs
+
+    generator = torch.Generator().manual_seed(setup.seed * 1_000_003 + rank)
+    tokens, experts, topk = setup.tokens[rank], setup.experts, setup.topk
+    x = torch.randn(tokens, setup.hidden, generator=generator).to(torch.bfloat16)
+    if setup.routing == "none":
+        ids = torch.full((tokens, topk), -1)
+    elif setup.routing in ("duplicates", "holes"):
+        ids = torch.randint(experts, (tokens, topk), generator=generator)
+        if setup.routing == "holes":
+            ids[torch.rand(tokens, topk, generator=generator) < 1 / 3] = -1
+            ids[::5] = -1
+    else:
+        scores = torch.rand(tokens, experts, generator=generator)
+        if setup.routing == "skewed":
+            scores = scores ** torch.logspace(0, 2, experts)
+        ids = scores.topk(topk, dim=1)[1]
+    return Inputs(x, ids, torch.rand(tokens, topk, generator=generator))
+
+
+def _rank(rank: Rank, setup: Setup) -> Measured:
+    from expertwire.cli.bench.arms import make_arms
+    from expertwire.cli.bench.paired import expect, measure
+
+    own = make_inputs(setup, rank.rank)
+    expected = expect(rank.rank, setup.ranks, setup.experts, lambda source: own if source == rank.rank else make_inputs(setup, source))
+    arms = make_arms(setup, expected.rows.shape[0])
+    rank.progress("ranks and fabric ready", 1, 1)
+    try:
+        return measure(rank, arms, own, expected, list(setup.node_of), setup.iterations, setup.warmup)
+    finally:
+        for arm in arms:
+            arm.close()
+
+
+def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
+    """Turn the ranks' samples into the rows of SPEC section 5."""
+    shape: dict[str, Any] = {
+        "device": "cpu",
+        "ranks": setup.ranks,
+        "ranks_per_node": setup.node_of.count(0),
+        "tokens": max(setup.tokens),
+        "hidden": setup.hidden,
+        "experts": setup.experts,
+        "topk": setup.topk,
+        "dtype": "bf16",
+        "mode": "high_throughput",
+        "provider": setup.provider or "auto",
+    }
+    received = statistics.mean(one.received_rows for one in measured) * setup.hidden * ROW_BYTES
+    returned = statistics.mean(one.sent_rows for one in measured) * setup.hidden * ROW_BYTES
+    arms = {samples.arm: _slowest(measured, number) for number, samples in enumerate(measured[0].samples)}
+    for number, arm in enumerate(arms):
+        good = not any(one.samples[number].faults for one in measured)
+        report.add("verified", int(good), "", RowStatus.OK if good else RowStatus.FAILED, **shape, engine=arm)
+        for phase, payload in (("layout", 0.0), ("dispatch", received), ("combine", returned)):
+            seconds = arms[arm][phase]
+            if phase == "layout" and arm == "gloo":
+                continue  # part of its dispatch
+            spread: dict[str, Any] = {"low": round(min(seconds) * 1e6, 1), "high": round(max(seconds) * 1e6, 1)}
+            median = statistics.median(seconds)
+            report.add(f"{phase}_us", round(median * 1e6, 1), "µs", **shape, engine=arm, **spread)
+            if payload:
+                report.add(f"{phase}_GBps", round(payload / median / 1e9, 3), "GB/s", **shape, engine=arm)
+    if "gloo" in arms:
+        add_over_gloo(report, arms, shape)
+    if received and min(one.received_rows for one in measured):
+        copies = [max(one.copy_seconds[i] for one in measured) for i in range(setup.iterations)]
+        copied = statistics.median(copies)
+        for phase, payload in (("dispatch", received), ("combine", returned)):
+            share = copied * payload / received / statistics.median(arms["expertwire"][phase])
+            report.add("copy_utilization", round(share, 3), "of a plain copy", **shape, engine="expertwire", phase=phase)
+    wire = sum(one.wire_rows for one in measured) * setup.hidden * ROW_BYTES
+    report.add("wire_bytes", wire, "B", **shape, engine="expertwire", phase="dispatch")
+
+
+def _slowest(measured: list[Measured], arm: int) -> dict[str, list[float]]:
+    """Phase → by iteration, the time of the slowest rank; `dispatch_all` has the layout in it, `total` everything."""
+    by_rank = [one.samples[arm].seconds for one in measured]
+    slowest = {phase: [max(times) for times in zip(*(one[phase] for one in by_rank), strict=True)] for phase in by_rank[0]}
+    slowest["dispatch_all"] = [a + b for a, b in zip(slowest["layout"], slowest["dispatch"], strict=True)]
+    slowest["total"] = [a + b for a, b in zip(slowest["dispatch_all"], slowest["combine"], strict=True)]
+    return slowest
+
+
+def add_over_gloo(report: Report, arms: dict[str, dict[str, list[float]]], labels: dict[str, Any]) -> None:
+    """gloo's median time over ours, by phase; our layout counts as dispatch, as theirs does."""
+    ours = {
+        phase: statistics.median(arms["expertwire"][key])
+        for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total"))
+    }
+    gloo = {phase: statistics.median(seconds) for phase, seconds in arms["gloo"].items()}
+    for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total")):
+        report.add("over_gloo", round(gloo[key] / ours[phase], 3), "×", **labels, engine="gloo", phase=phase)
+    exchange = {"dispatch": gloo["dispatch_exchange"], "combine": gloo["combine_exchange"]}
+    exchange["total"] = exchange["dispatch"] + exchange["combine"]
+    for phase, seconds in exchange.items():
+        report.add("over_gloo_exchange", round(seconds / ours[phase], 3), "×", **labels, engine="gloo", phase=phase)
