@@ -49,7 +49,10 @@ OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettin
 
 GatePolicy make_gate_policy(const Capabilities& capabilities, const ProviderSettings& settings, ControlResult& result) {
     result = {};
-    GatePolicy policy{capabilities.ordering, capabilities.delivery_complete};
+    GatePolicy policy;
+    policy.ordering = capabilities.ordering;
+    policy.delivery_complete = capabilities.delivery_complete;
+    policy.ordered_bytes_max = capabilities.ordered_bytes_max;
     const bool needed = capabilities.ordering == OrderingClass::delivery_gated;
     switch (settings.delivery_complete) {
         case DeliveryComplete::automatic:

@@ -20,11 +20,12 @@ struct Capabilities {
     bool manual_progress = true;          // the target must poll
     bool detects_death = false;           // a dead peer shows up as an error completion
     std::uint64_t message_bytes_max = 0;  // largest single write or read
-    std::uint64_t notification_bytes_max = 0;  // largest notification payload
-    std::uint64_t inject_bytes_max = 0;        // largest operation that the provider copies at the post
-    std::uint32_t transmit_queue = 0;          // operations one endpoint holds before it says AGAIN
-    bool waits_on_descriptor = false;          // wait_fd() is a descriptor; else polling is bounded by time
-    std::string why;                           // the source of these statements, for doctor
+    std::uint64_t ordered_bytes_max = ~std::uint64_t{0};  // class A: order holds up to this size (max_order_waw_size)
+    std::uint64_t notification_bytes_max = 0;             // largest notification payload
+    std::uint64_t inject_bytes_max = 0;                   // largest operation that the provider copies at the post
+    std::uint32_t transmit_queue = 0;                     // operations one endpoint holds before it says AGAIN
+    bool waits_on_descriptor = false;                     // wait_fd() is a descriptor; else polling is bounded by time
+    std::string why;                                      // the source of these statements, for doctor
 };
 
 // SPEC T8: EXPERTWIRE_DELIVERY_COMPLETE.

@@ -163,9 +163,7 @@ Capabilities describe(const fi_info& info, const LibfabricOptions& options) {
     capabilities.manual_progress = true;
     capabilities.detects_death = is(granted.provider, "tcp") || is(granted.provider, "verbs");
     capabilities.message_bytes_max = info.ep_attr->max_msg_size;
-    if (verdict.ordering == OrderingClass::ordered) {  // order holds up to this size only
-        capabilities.message_bytes_max = std::min<std::uint64_t>(capabilities.message_bytes_max, granted.waw_bytes_max);
-    }
+    if (verdict.ordering == OrderingClass::ordered) capabilities.ordered_bytes_max = granted.waw_bytes_max;
     capabilities.notification_bytes_max =
         std::min<std::uint64_t>(options.notification_bytes_max, info.ep_attr->max_msg_size - sizeof(MessageHeader));
     capabilities.inject_bytes_max = info.tx_attr->inject_size;

@@ -19,7 +19,6 @@ namespace expertwire {
 namespace local {
 namespace {
 
-constexpr std::uint64_t kCopyBytesMax = std::uint64_t{1} << 40;
 constexpr int kRevokeWaitMs = 1000;
 
 std::string number(std::uint64_t value) {
@@ -285,6 +284,11 @@ std::unique_ptr<Provider> open_local(const LocalOptions& options, ControlResult&
     result = provider->open();
     if (!result.ok()) return nullptr;
     return provider;
+}
+
+std::byte* mapped_region(const Provider& provider, RemoteRegionId id) {
+    const auto* local = dynamic_cast<const local::LocalProvider*>(&provider);
+    return local != nullptr ? local->mapped(id) : nullptr;
 }
 
 }  // namespace expertwire

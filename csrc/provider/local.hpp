@@ -26,4 +26,8 @@ struct LocalOptions {
 // Null on failure (`refused`, `io_error`: the call and its code).
 std::unique_ptr<Provider> open_local(const LocalOptions& options, ControlResult& result);
 
+// Where a peer's region is mapped here, or null: not a local provider, or not announced. Valid until the peer is
+// removed.
+std::byte* mapped_region(const Provider& provider, RemoteRegionId id);
+
 }  // namespace expertwire

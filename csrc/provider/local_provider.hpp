@@ -16,6 +16,7 @@
 namespace expertwire::local {
 
 inline constexpr std::uint32_t kIdsMax = 1u << 20;
+inline constexpr std::uint64_t kCopyBytesMax = std::uint64_t{1} << 40;
 
 struct Address {
     std::uint32_t magic = 0x31'4c'58'45;  // "EXL1"
@@ -106,6 +107,9 @@ class LocalProvider final : public Provider {
     bool may_sleep() override;
     ProviderCounters counters() const override { return counters_; }
     void close() override;
+    std::byte* mapped(RemoteRegionId id) const {
+        return id.value < remotes_.size() && remotes_[id.value] ? remotes_[id.value]->mapping.data() : nullptr;
+    }
 
   private:
     Mailbox& mailbox() const { return *reinterpret_cast<Mailbox*>(mailbox_.data()); }
