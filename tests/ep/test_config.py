@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,7 +113,7 @@ def test_events_are_complete() -> None:
 @given(st.integers(1, 1000), st.integers(1, 64))
 def test_experts_are_placed_evenly_and_in_order(experts: int, ranks: int) -> None:
     bounds = expert_bounds(experts, ranks)
-    shares = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    shares = [end - start for start, end in itertools.pairwise(bounds)]
     assert (bounds[0], bounds[-1], len(shares)) == (0, experts, ranks)
     assert shares == sorted(shares, reverse=True)
     assert max(shares) - min(shares) <= 1

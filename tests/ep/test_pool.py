@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +61,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     @invariant()
     def free_is_coalesced_and_largest_first_found(self) -> None:
         free = self.extents.free
-        assert all(one.end < other.offset for one, other in zip(free, free[1:], strict=False))
+        assert all(one.end < other.offset for one, other in itertools.pairwise(free))
         longest = max((extent.length for extent in free), default=0)
         assert self.extents.largest() == next((extent for extent in free if extent.length == longest), Extent(0, 0))
 
@@ -107,7 +108,7 @@ def test_there_is_always_something_to_offer(steps: list[tuple[int, int, bool]]) 
         if drop and results:
             results.pop(0)
         starts = sorted((ctypes.addressof(result), len(result)) for result in results)
-        assert all(start + length <= following for (start, length), (following, _) in zip(starts, starts[1:], strict=False))
+        assert all(start + length <= following for (start, length), (following, _) in itertools.pairwise(starts))
     results.clear()
     assert pool.free_bytes == 32 * PAGE
 

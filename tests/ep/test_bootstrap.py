@@ -1,0 +1,183 @@
+"""How ranks find each other, without a network: threads stand for ranks, each with its own door."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from expertwire.ep import bootstrap
+from expertwire.ep.bootstrap import Launch, agree, launch_of, settings_for
+from expertwire.ep.neighbours import Door, Neighbour
+from expertwire.errors import InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
+from expertwire.fabric.config import Settings
+
+
+class Ranks:
+    """`size` threads with an all_gather between them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._slots: list[Any] = [None] * size
+
+    def _all_gather(self, rank: int, mine: Any) -> list[Any]:
+        self._slots[rank] = mine
+        self._barrier.wait()
+        answers = list(self._slots)
+        self._barrier.wait()
+        return answers
+
+    def run(self, work: Callable[[Launch], Any]) -> list[Any]:
+        """Each rank's result or the exception that it raised."""
+
+        def one(rank: int) -> Any:
+            try:
+                return work(Launch(rank, self.size, lambda mine: self._all_gather(rank, mine)))
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(one, range(self.size)))
+
+
+def neighbour(rank: int, door: Door) -> Neighbour:
+    return Neighbour(rank, bootstrap.boot_id(), door.name, door.secret)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all() -> None:
+    def work(launch: Launch) -> list[int]:
+        def mine() -> int:
+            if launch.rank == 2:
+                raise UnavailableError("no such provider here")
+            return launch.rank
+
+        return bootstrap._together(launch, mine)
+
+    results = Ranks(4).run(work)
+    assert isinstance(results[2], UnavailableError)
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], StateError)
+        assert f"rank {rank}: no Buffer, because rank 2" in str(results[rank])
+        assert "UnavailableError: no such provider here" in str(results[rank])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"version": "0.2", "EXPERTWIRE_PROVIDER": "tcp"}, "disagree on version: rank 0 has '0.1', rank 1 has '0.2'"),
+        ({"version": "0.1", "EXPERTWIRE_PROVIDER": "shm"}, "disagree on EXPERTWIRE_PROVIDER: rank 0 has 'tcp', rank 1 has 'shm'"),
+        ({"version": "0.1"}, "disagree on EXPERTWIRE_PROVIDER: rank 0 has 'tcp', rank 1 has 'absent'"),
+        ({"version": "0.1", "EXPERTWIRE_PROVIDER": "tcp", "new": "1"}, "disagree on new: rank 0 has 'absent', rank 1 has '1'"),
+    ],
+)
+def test_a_difference_names_ranks_key_and_values(other: dict[str, str], message: str) -> None:
+    facts = {"version": "0.1", "EXPERTWIRE_PROVIDER": "tcp"}
+    agree(0, [facts, dict(facts)])
+    with pytest.raises(MismatchError, match=message):
+        agree(5, [facts, other])
+
+
+def test_settings_and_tables_are_compared_before_anything_is_made() -> None:
+    settings = Settings()
+
+    def unused(*_: object) -> Any:
+        raise AssertionError("built though the ranks disagree")
+
+    def with_settings(launch: Launch) -> Any:
+        mine = replace(settings, liveness="heartbeat") if launch.rank == 1 else settings
+        return bootstrap.connect(launch, mine, None, {}, unused)
+
+    for result in Ranks(3).run(with_settings):
+        assert isinstance(result, MismatchError)
+        assert "EXPERTWIRE_LIVENESS: rank 0 has 'auto', rank 1 has 'heartbeat'" in str(result)
+
+    def with_tables(launch: Launch) -> Any:
+        return bootstrap.connect(launch, settings, [0, 0, launch.rank // 2], {}, unused)
+
+    for result in Ranks(3).run(with_tables):
+        assert isinstance(result, MismatchError)
+        assert "node table: rank 0 has '(0, 0, 0)', rank 2 has '(0, 0, 1)'" in str(result)
+
+
+def test_a_table_of_the_wrong_length_is_refused_everywhere() -> None:
+    def work(launch: Launch) -> Any:
+        return bootstrap.connect(launch, Settings(), [0, 1], {}, lambda *_: pytest.fail("built"))
+
+    for result in Ranks(3).run(work):
+        assert isinstance(result, InvalidArgumentError)
+        assert "node_of has 2 entries ([0, 1]); the group has 3 ranks" in str(result)
+
+
+def test_a_provider_by_name_turns_the_same_host_path_off() -> None:
+    launch = Launch(0, 3, lambda mine: [mine] * 3)
+    assert bootstrap._given_table(launch, Settings(provider="tcp"), None) == (0, 1, 2)
+    assert bootstrap._given_table(launch, Settings(provider="tcp"), ["a", "a", "b"]) == (0, 0, 1)
+    assert bootstrap._given_table(launch, Settings(provider="tcp", node_of=(0, 1, 1)), None) == (0, 1, 1)
+    assert bootstrap._given_table(launch, Settings(), None) is None
+
+
+def test_local_alone_does_not_serve_several_hosts() -> None:
+    with pytest.raises(UnavailableError, match="on 2 hosts and the provider is 'local'"):
+        bootstrap._choose_provider(Settings(provider="local"), (0, 1), 2)
+    assert bootstrap._choose_provider(Settings(provider="local"), (0, 1), 1) == "local"
+    assert bootstrap._choose_provider(Settings(), (0, 0), 1) == "local"
+
+
+def test_doors_prove_shared_memory_and_pass_descriptors() -> None:
+    read, write = os.pipe()
+    with Door() as one, Door() as other:
+        assert other.prove(neighbour(0, one))
+        one.open_regions({"control": read, "data": write})
+        with other.regions_of(neighbour(0, one)) as descriptors:
+            assert list(descriptors) == ["control", "data"]
+            assert os.fstat(descriptors["control"]).st_ino == os.fstat(read).st_ino
+            os.write(descriptors["data"], b"x")
+        assert os.read(read, 1) == b"x"
+    os.close(read)
+    os.close(write)
+
+
+def test_a_door_answers_only_those_who_know_its_secret() -> None:
+    with Door() as one, Door() as other:
+        stranger = replace(neighbour(0, one), secret=bytes(32))
+        assert not other.prove(stranger)
+        with pytest.raises(UnavailableError, match="rank 0 did not pass its memory's descriptors"), other.regions_of(stranger):
+            pass
+        absent = replace(neighbour(0, one), door="expertwire-nobody")
+        assert not other.prove(absent)
+
+
+def test_a_closed_door_leaves_nothing() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with Door() as door:
+        gone = neighbour(0, door)
+    with Door() as other:
+        assert not other.prove(gone)
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert "expertwire door" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_can_be_a_group() -> None:
+    communicator = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 3, allgather=lambda mine: [mine] * 3)  # mpi4py's names
+    launch = launch_of(None, communicator)
+    assert (launch.rank, launch.size, launch.all_gather("a")) == (1, 3, ["a", "a", "a"])
+    with pytest.raises(InvalidTypeError, match=r"comm is a object without Get_rank\(\)"):
+        launch_of(None, object())
+    with pytest.raises(InvalidTypeError, match=r"group is a str; it must be a torch\.distributed ProcessGroup"):
+        launch_of("world")
+    with pytest.raises(InvalidArgumentError, match="group has rank 3 of 3"):
+        launch_of(Launch(3, 3, lambda mine: [mine]))
+
+
+def test_settings_take_what_the_caller_gave() -> None:
+    settings = settings_for("tcp", 1234)
+    assert (settings.provider, settings.timeout_ms, settings.hard_timeout()) == ("tcp", 1234, 2468)
+    with pytest.raises(InvalidTypeError, match="provider must be a str, got 3"):
+        settings_for(3, None)  # type: ignore[arg-type]
