@@ -96,8 +96,8 @@ def memory_plan(
     slots, slot_bytes = ring_geometry(node_of, local_experts_max, staging_bytes_max)
     data = data_bytes or DATA_BYTES
     if rows and row_bytes:
-        received = align_up(Exchange.dispatch_bytes(rows, row_bytes, topk, 8, topk > 0), EXTENT_ALIGNMENT)
-        returned = align_up(Exchange.combine_bytes(rows, row_bytes, topk), EXTENT_ALIGNMENT)
+        received = align_up(Exchange.extent_bytes("dispatch", rows, row_bytes, topk, 8, topk > 0), EXTENT_ALIGNMENT)
+        returned = align_up(Exchange.extent_bytes("combine", rows, row_bytes, topk, 8, topk > 0), EXTENT_ALIGNMENT)
         data = max(data_bytes, align_up(received + max(returned, -(-received // 3)), EXTENT_ALIGNMENT))
     layouts = [Exchange.layout(rank, list(node_of), local_experts_max, slots, slot_bytes) for rank in range(len(node_of))]
     return [(layout["control_bytes"], layout["staging_bytes"], data) for layout in layouts]
@@ -174,19 +174,18 @@ class CpuBackend:
 
     def layout(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows per rank i32[R], distinct rows per node i32[RR], rows per expert i32[E], token in rank bool[T, R]."""
-        from expertwire.fabric.native import layout_counts
-
         tokens, topk = topk_idx.shape
         ranks = len(self.node_of)
         per_rank = torch.empty(ranks, dtype=torch.int32)
         per_node = torch.empty(max(self.node_of) + 1, dtype=torch.int32)
         per_expert = torch.empty(num_experts, dtype=torch.int32)
         in_rank = torch.empty((tokens, ranks), dtype=torch.bool)
-        layout_counts(
+        self._exchange.layout_counts(
             _address(topk_idx),
             topk_idx.element_size(),
             tokens,
             topk,
+            num_experts,
             expert_bounds(num_experts, ranks),
             list(self.node_of),
             _address(per_rank),
@@ -216,7 +215,7 @@ class CpuBackend:
             recv_src_idx=self.data_tensor(torch.int32, result.layout["src_idx"], (result.received,)).clone(),
         )
         row_bytes = x.shape[1] * x.element_size()
-        self._pool.reserve_for(handle, self._exchange.combine_bytes(result.received, row_bytes, topk))
+        self._pool.reserve_for(handle, self._exchange.extent_bytes("combine", result.received, row_bytes, topk, 8, topk > 0))
         rows, topk_idx, topk_weights = self._results(offer, result, x, routing)
         return Received(rows, topk_idx, topk_weights, handle)
 
