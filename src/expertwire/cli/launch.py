@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 Result = TypeVar("Result")
-STOP_GRACE_S = 3.0  # between asking a rank to end and killing it
+STOP_GRACE_S = 3.0  # to leave by itself; and between asking a rank to end and killing it
 BLAME_GRACE_S = 1.0  # after the first failure, for the rank that caused it to speak
 
 
@@ -78,10 +78,13 @@ def launch(
         store = str(Path(directory) / "store")
         jobs = [_Job(target, arguments, rank, ranks, store, timeout_s) for rank in range(ranks)]
         processes, connections = _start(context, jobs)
+        grace_s = 0.0
         try:
-            return _collect(processes, connections, on_progress, timeout_s)
+            results = _collect(processes, connections, on_progress, timeout_s)
+            grace_s = STOP_GRACE_S
+            return results
         finally:
-            _stop(processes)
+            _stop(processes, grace_s)
             for connection in connections:
                 connection.close()
 
@@ -98,7 +101,7 @@ def _start(context: ForkServerContext, jobs: list[_Job]) -> tuple[list[ForkServe
             processes.append(process)
             connections.append(ours)
     except BaseException:
-        _stop(processes)
+        _stop(processes, 0.0)
         raise
     return processes, connections
 
@@ -168,9 +171,9 @@ def _raise(failures: list[_Failure]) -> NoReturn:
     raise RankError(f"rank {first.rank} failed: {what}{others}\n{first.trace}".rstrip(), first.rank)
 
 
-def _stop(processes: list[ForkServerProcess]) -> None:
-    """End what still runs: those with a result are given time to leave by themselves, then SIGTERM, then SIGKILL."""
-    deadline = time.monotonic() + STOP_GRACE_S
+def _stop(processes: list[ForkServerProcess], grace_s: float) -> None:
+    """End what still runs: ranks with a result are given time to leave by themselves, then comes SIGTERM, then SIGKILL."""
+    deadline = time.monotonic() + grace_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     for process in processes:

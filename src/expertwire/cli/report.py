@@ -113,6 +113,8 @@ class Report:
 
 def format_value(value: float) -> str:
     """Three figures after the point below 100, none above: what was measured is not known better."""
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.1e}"
     if isinstance(value, int) or float(value).is_integer():
         return f"{int(value):,}"
     return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
