@@ -215,33 +215,35 @@ class Engine {
     static constexpr std::size_t failures_kept = 256;
 
     // engine_submit.cpp
-    Status check_request(const Peer& peer, PeerId id, std::span<const ChunkSpec> chunks,
-                         std::span<const ControlSpec> controls) const;
     Status check_lane(PeerId peer, QueuePairId queue_pair) const;
-    bool room_for(std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls) const;
-    bool lane_has_room(std::uint32_t queue_pair, std::span<const ChunkSpec> chunks,
-                       std::span<const ControlSpec> controls) const;
+    Status check_chunk(PeerId peer, const ChunkSpec& spec) const;
+    Status check_control(PeerId peer, const ControlSpec& spec) const;
+    bool room_for(std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls);
     std::uint32_t new_operation(std::uint32_t request, QueuePairId queue_pair, OpKind kind, LineKind line);
     void accept_chunk(std::uint32_t request, const ChunkSpec& spec);
     void accept_control(std::uint32_t request, const ControlSpec& spec);
-    std::size_t cover(std::uint32_t request, const ControlSpec& spec, bool& failed);
-    void cover_line(std::uint32_t queue_pair, LineKind line, EndpointId endpoint, bool& failed);
+    bool cover(std::uint32_t request, const ControlSpec& spec);
+    bool cover_line(std::uint32_t queue_pair, LineKind line, EndpointId endpoint);
     void link_live(std::uint32_t request);
     void unlink_live(std::uint32_t request);
 
-    // engine.cpp: posting and completion
+    // engine.cpp: from the queue to the record
     bool take_one(std::uint32_t queue_pair, PostCommand& out);
     void fill(PostCommand& out, const Operation& operation) const;
-    void pull_back(QueuePair& lane, TimeNs now);
-    void posted(std::uint32_t index, TimeNs now);
+    void pull_back(QueuePair& lane);
+    void accepted_by_provider(std::uint32_t index, TimeNs now);
+    void rejected_by_provider(std::uint32_t index, const PostResult& result);
     void forget_slot(Operation& operation);
     void uncount(std::uint32_t slot);
     void untime(std::uint32_t slot);
     void finish(std::uint32_t index, Status result);
-    void local_done(std::uint32_t index);
+    void end_posted(std::uint32_t index, Status result);
     void account(std::uint32_t index);
-    void unlink_operation(Operation& operation);
+    void locally_done(std::uint32_t index);
+    void unlink_operation(std::uint32_t index);
+    void free_operation(std::uint32_t index);
     void make_ready(std::uint32_t index);
+    void leave_ready(std::uint32_t index);
     void try_gate(std::uint32_t record);
     void settle();
     void settle_lane(std::uint32_t queue_pair);
@@ -250,33 +252,36 @@ class Engine {
     void release_waiters(Line& line);
     void mark_dirty(std::uint32_t queue_pair);
     void advance(Request& request, RequestEvent event);
-    void note_posted(Request& request);
     void publish_if_ended(std::uint32_t request);
-    void store_record(std::uint32_t request, Status status);
+    void publish(std::uint32_t request);
+    void detach_all(std::uint32_t request);
+    void store_record(std::uint32_t request, Status status, std::uint8_t more_flags = 0);
     void recount_live();
 
     // engine_failures.cpp
     void fail_request(std::uint32_t request, Status status, std::int32_t code);
     void fail_operation(std::uint32_t index, Status status, std::int32_t code);
-    void drop_unposted(std::uint32_t request, Status status);
+    void drop_unposted(std::uint32_t request);
     void drop(std::uint32_t index, Status status);
-    void leave_ready(std::uint32_t index);
     void doom_covering(const Operation& operation);
-    void latch(std::uint32_t queue_pair, LaneState state, Status status, std::int32_t code);
     void abort_behind(std::uint32_t queue_pair, std::uint64_t serial, Status status, std::int32_t code);
+    void latch_aborting(std::uint32_t queue_pair, std::uint64_t serial, Status status, std::int32_t code);
+    void take_out_of_count(std::uint32_t queue_pair);
     void quarantine_lane(std::uint32_t queue_pair);
-    void expire(std::uint32_t slot, Status status);
-    void expire_stuck_heads(TimeNs now);
+    void fail_lane(std::uint32_t queue_pair, Status status, std::int32_t code);
+    void expire(std::uint32_t slot, Status status, std::int32_t code);
+    void expire_stuck_head(std::uint32_t queue_pair);
     void reopen_if_drained(QueuePair& lane);
-    void detach_all(std::uint32_t request);
-    void end_in_flight(std::uint32_t slot);
+    void regate(std::uint32_t operation, EndpointId endpoint);
+    bool broken(std::uint32_t queue_pair) const;
+    void end_in_flight(std::uint32_t index);
 
     // engine_check.cpp
     std::string check_slots() const;
-    std::string check_lines() const;
+    std::string check_lane(std::uint32_t queue_pair) const;
     std::string check_line(std::uint32_t queue_pair, LineKind kind) const;
-    std::string check_requests() const;
-    std::string check_gates() const;
+    std::string check_request(std::uint32_t request) const;
+    std::string check_regions() const;
 
     EngineLimits limits_;
     GatePolicy policy_;
@@ -292,6 +297,7 @@ class Engine {
     std::vector<Peer> peers_;
     Gate gate_;
     std::vector<Threshold> scratch_;  // thresholds of the control being accepted
+    std::uint32_t scratch_used_ = 0;
     std::vector<std::uint32_t> region_uses_;
     std::array<Failure, failures_kept> failures_{};
     std::uint64_t failures_seen_ = 0;
@@ -303,12 +309,14 @@ class Engine {
     std::uint32_t postable_ = 0;    // operations in state queued
     std::uint32_t counted_ = 0;     // slots that count against the cap
     std::uint32_t expired_ = 0;     // slots in quarantine
+    std::uint32_t lanes_pushed_back_ = 0;
     std::uint32_t dirty_head_ = no_index;
     std::uint32_t failing_head_ = no_index;
     std::uint32_t failing_tail_ = no_index;
     std::uint32_t timed_head_ = no_index;  // posted slots in order of their deadline
     std::uint32_t timed_tail_ = no_index;
     std::uint64_t illegal_transitions_ = 0;
+    std::uint64_t early_signals_ = 0;        // a gate opened with a threshold unmet: never
     std::uint64_t records_overwritten_ = 0;  // a terminal record stored twice: never
     bool settling_ = false;
     EngineStatistics counts_;

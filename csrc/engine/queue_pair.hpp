@@ -40,6 +40,7 @@ struct Operation {
     std::uint32_t previous_in_request = no_index;
     std::uint32_t next_in_request = no_index;
     std::uint32_t next_ready = no_index;
+    EndpointId endpoint;  // control: the one that its gate was reckoned for
     RegionId local;
     std::uint64_t local_offset = 0;
     RemoteRegionId remote;
@@ -88,6 +89,7 @@ struct QueuePair {
     std::uint32_t in_flight = 0;  // posted and not finished, quarantined ones included
     std::uint32_t entries = 0;    // operations accepted and not retired, both lines
     TimeNs again_since = 0;       // first AGAIN since the last accepted post
+    std::uint32_t arriving = 0;  // scratch of submit(): operations that the request being checked brings
     bool pushed_back = false;     // the provider said AGAIN and has accepted nothing since
     bool dirty = false;           // in the engine's list of lanes to look at
     std::uint32_t next_dirty = no_index;
