@@ -86,11 +86,33 @@ void take_ms(const nb::dict& options, const char* key, TimeNs& field) {
     field = static_cast<TimeNs>(ms) * 1'000'000;
 }
 
+template <class T>
+void take_word(const nb::dict& options, const char* key, T& field,
+               std::initializer_list<std::pair<const char*, T>> words) {
+    if (!options.contains(key)) return;
+    const std::string given = text(options[key]);
+    std::string allowed;
+    for (const auto& [word, value] : words) {
+        if (given == word) {
+            field = value;
+            return;
+        }
+        allowed += std::string(allowed.empty() ? "" : ", ") + word;
+    }
+    throw Failure(FailureKind::invalid_argument,
+                  std::string(key) + " is '" + given + "'; it must be one of " + allowed);
+}
+
 runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, const nb::dict& options) {
-    static constexpr const char* known[] = {
-        "provider",     "interface",   "library",           "max_outstanding", "lanes",
-        "requests_max", "counters",    "timeout_ms",        "hard_timeout_ms", "heartbeat_ms",
-        "silence_ms",   "sync_writes", "delivery_complete", "trust_order",     "liveness"};
+    static constexpr const char* known[] = {"provider",        "libraries",
+                                            "source_address",  "domain",
+                                            "signal_path",     "delivery_complete",
+                                            "trust_order",     "rendezvous_threshold",
+                                            "max_outstanding", "lanes",
+                                            "requests_max",    "counters",
+                                            "timeout_ms",      "hard_timeout_ms",
+                                            "heartbeat_ms",    "silence_ms",
+                                            "sync_writes",     "liveness"};
     for (auto [key, value] : options) {
         const std::string name = text(key);
         if (std::none_of(std::begin(known), std::end(known), [&](const char* word) { return name == word; }))
@@ -100,10 +122,19 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
     result.rank = rank;
     result.size = size;
     take_option(options, "provider", result.provider);
-    take_option(options, "interface", result.interface);
-    take_option(options, "library", result.library);
+    take_option(options, "libraries", result.libraries);
+    take_option(options, "source_address", result.source_address);
+    take_option(options, "domain", result.domain);
+    take_option(options, "rendezvous_threshold", result.settings.rendezvous_threshold);
+    take_option(options, "trust_order", result.settings.trust_order);
+    take_word(options, "signal_path", result.signal_path,
+              {{"auto", SignalPath::automatic}, {"atomic", SignalPath::atomic}, {"message", SignalPath::message}});
+    take_word(options, "delivery_complete", result.settings.delivery_complete,
+              {{"auto", DeliveryComplete::automatic}, {"1", DeliveryComplete::on}, {"0", DeliveryComplete::off}});
+    take_word(options, "liveness", result.liveness,
+              {{"auto", runtime::LivenessMode::automatic}, {"heartbeat", runtime::LivenessMode::heartbeat}});
     take_option(options, "max_outstanding", result.outstanding_max);
-    take_option(options, "lanes", result.queue_pairs_per_peer);
+    take_option(options, "lanes", result.lanes);
     take_option(options, "requests_max", result.requests_max);
     take_option(options, "counters", result.counters);
     take_ms(options, "timeout_ms", result.timeout_ns);
@@ -112,15 +143,6 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
     take_ms(options, "heartbeat_ms", result.heartbeat_ns);
     take_ms(options, "silence_ms", result.silence_ns);
     take_option(options, "sync_writes", result.sync_writes);
-    take_option(options, "delivery_complete", result.delivery_complete);
-    take_option(options, "trust_order", result.trust_order);
-    if (options.contains("liveness")) {
-        const std::string mode = text(options["liveness"]);
-        if (mode != "auto" && mode != "heartbeat")
-            throw Failure(FailureKind::invalid_argument,
-                          "liveness is '" + mode + "'; it must be 'auto' or 'heartbeat'");
-        result.liveness = mode == "auto" ? runtime::LivenessMode::automatic : runtime::LivenessMode::heartbeat;
-    }
     return result;
 }
 
@@ -132,7 +154,7 @@ OpKind parse_kind(const std::string& kind) {
 
 std::unique_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, const std::string& kind,
                                   const std::vector<ChunkTuple>& chunks, const std::vector<SignalTuple>& signals,
-                                  const std::optional<std::string>& notification, bool delivered,
+                                  const std::optional<nb::bytes>& notification, bool delivered,
                                   std::int64_t timeout_ms) {
     Context& context = *self.context;
     context.check_usable();
@@ -144,11 +166,15 @@ std::unique_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, con
             context.chunk(rank, op, RegionId{local}, local_offset, RemoteRegionId{remote}, remote_offset, bytes, lane);
     }
     std::vector<ControlSpec> controls;
-    for (const auto& [remote, offset, operand, scope, lane] : signals)
+    for (const auto& [remote, offset, operand, scope, lane] : signals) {
+        if (scope < 0 || scope > static_cast<int>(Scope::peer))
+            throw Failure(FailureKind::invalid_argument,
+                          "scope is " + std::to_string(scope) + "; it must be 0 (request), 1 (queue pair) or 2 (peer)");
         controls.push_back(
             context.signal(rank, RemoteRegionId{remote}, offset, operand, static_cast<Scope>(scope), lane));
+    }
     if (notification) {
-        const auto* bytes = reinterpret_cast<const std::byte*>(notification->data());
+        const auto* bytes = static_cast<const std::byte*>(notification->data());
         controls.push_back(context.notification(rank, {bytes, notification->size()}, Scope::request, 0));
     }
     Engine::Submitted submitted{};
@@ -168,6 +194,7 @@ int request_wait(PyRequest& self, std::int64_t timeout_ms) {
         status = self.context->wait_slice(self.ticket, until);
         return status != Status::pending;
     });
+    if (status == Status::pending) self.context->mark_stalled(self.ticket);
     return static_cast<int>(status);
 }
 
@@ -245,8 +272,10 @@ void bind_regions(Class& cls) {
         .def(
             "deregister_region",
             [](Self self, std::uint32_t region, std::int64_t timeout_ms) {
-                wait_in_slices(timeout_ms,
-                               [&](TimeNs until) { return self.context->deregister_region(RegionId{region}, until); });
+                if (!wait_in_slices(timeout_ms, [&](TimeNs until) {
+                        return self.context->deregister_region(RegionId{region}, until);
+                    }))
+                    self.context->fail_in_use(RegionId{region}, timeout_ms);
             },
             "region"_a, "timeout_ms"_a, Release(),
             "Raises StateError while a request uses the region (after waiting up to timeout_ms).")
@@ -421,7 +450,7 @@ void bind_records(Class& cls) {
         .def(
             "take_notifications",
             [](Self self) {
-                std::vector<Context::Notification> taken;
+                std::vector<runtime::Notification> taken;
                 {
                     nb::gil_scoped_release release;
                     taken = self.context->take_notifications();
@@ -480,10 +509,12 @@ void bind_context(nb::module_& module) {
             new (self) PyContext{std::make_shared<Context>(parsed)};
         },
         "rank"_a, "size"_a, "options"_a,
-        "options: provider, interface, library, max_outstanding, lanes, requests_max, counters, timeout_ms, "
-        "hard_timeout_ms,\n"
-        "heartbeat_ms, silence_ms, sync_writes, delivery_complete (-1 auto, 0, 1), trust_order, liveness ('auto', "
-        "'heartbeat').\n"
+        "options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,\n"
+        "signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, "
+        "rendezvous_threshold,\n"
+        "max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, "
+        "sync_writes,\n"
+        "liveness ('auto', 'heartbeat').\n"
         "Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.");
     bind_regions(cls);
     bind_peers(cls);

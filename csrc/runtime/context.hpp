@@ -20,13 +20,13 @@
 #include "engine/types.hpp"
 #include "provider/capabilities.hpp"
 #include "provider/libfabric.hpp"
+#include "runtime/clock.hpp"
 #include "runtime/doorbell.hpp"
 #include "runtime/failure.hpp"
+#include "runtime/liveness.hpp"
 #include "runtime/token.hpp"
 
 namespace expertwire::runtime {
-
-TimeNs now_ns();  // CLOCK_MONOTONIC; the one clock of this room
 
 // heartbeat: pidfd is not used (tests of the across-node path)
 enum class LivenessMode : std::uint8_t { automatic = 0, heartbeat };
@@ -53,23 +53,6 @@ struct ContextOptions {
     LivenessMode liveness = LivenessMode::automatic;
 };
 
-// A dead (or leaving) peer, root cause first: `rank` is the one at fault, `told_by` the rank whose verdict said so, or
-// -1.
-struct Fault {
-    std::uint32_t rank = 0;
-    std::int32_t told_by = -1;
-    std::string why;
-};
-
-// What a peer last said about itself (SPEC E8). `age_ns`: since its heartbeat last changed, as seen here.
-struct PeerPulse {
-    std::uint64_t heartbeat = 0;
-    std::uint64_t call_sequence = 0;
-    std::uint64_t phase = 0;
-    TimeNs age_ns = 0;
-    bool leaving = false;
-};
-
 std::string_view status_name(Status status);
 
 struct Notification {
@@ -77,7 +60,8 @@ struct Notification {
     std::vector<std::byte> payload;
 };
 
-struct Statistics;  // runtime/statistics.hpp
+struct Statistics;    // runtime/statistics.hpp
+struct ContextState;  // runtime/context_state.hpp
 
 class Context {
   public:
@@ -149,6 +133,7 @@ class Context {
     [[noreturn]] void fail_submit(std::uint32_t rank, Status status) const;
     Status status(Ticket request) const;      // [any] one acquire load; `stale` if the record is of another generation
     std::int32_t error_code(Ticket request);  // [control] the provider's number behind a failure, or 0
+    void mark_stalled(Ticket request);        // [control] a wait passed its deadline
     bool stalled(Ticket request) const;       // [any]
     void release(Ticket request);             // [any] gives the handle up; freed once terminal (may still be in flight)
     void release_held(Ticket request);        // [token] the same
@@ -199,8 +184,13 @@ class Context {
     Statistics statistics();                         // [control] a snapshot
 
   private:
-    struct State;
-    std::unique_ptr<State> state_;
+    template <class Here>
+    bool wait_until(Here here, TimeNs until_ns, const char* doing);
+    void raise_if_peer_died(Ticket request);
+    void store_barrier(std::uint64_t epoch);
+    std::vector<std::uint32_t> barrier_missing(std::uint64_t epoch) const;
+
+    std::unique_ptr<ContextState> state_;
 };
 
 // Holds the token for a scope and counts as a caller's turn.

@@ -1,0 +1,257 @@
+// A context's peers: how they are reached, what they announced, what of them is mapped here.
+#include <algorithm>
+#include <optional>
+
+#include "runtime/context_state.hpp"
+
+namespace expertwire::runtime {
+
+namespace {
+
+std::string rank_text(std::uint32_t rank) {
+    return "rank " + std::to_string(rank);
+}
+
+bool on_this_host(const Blob& blob) {
+    return blob.process.boot != 0 && blob.process.boot == own_identity().boot;
+}
+
+void check_control(const ControlResult& result, std::uint32_t rank, const std::string& doing) {
+    if (result.ok()) return;
+    throw Failure(FailureKind::transfer, doing + " of " + rank_text(rank) + " failed: " + result.message,
+                  static_cast<std::int32_t>(rank));
+}
+
+void check_blob(const ContextState& state, const Blob& blob, std::uint32_t rank) {
+    const auto differ = [&](const std::string& what, const std::string& theirs, const std::string& ours) {
+        throw Failure(FailureKind::mismatch,
+                      "the blob given for " + rank_text(rank) + " has " + what + " " + theirs + ", " +
+                          rank_text(state.options.rank) + " has " + ours + ": both must be built alike",
+                      static_cast<std::int32_t>(rank));
+    };
+    if (blob.rank != rank) differ("rank", std::to_string(blob.rank), "been told " + std::to_string(rank));
+    if (blob.size != state.options.size) differ("size", std::to_string(blob.size), std::to_string(state.options.size));
+    if (blob.provider != state.capabilities.provider) differ("provider", blob.provider, state.capabilities.provider);
+}
+
+// Regions of the blob that are new, or were registered anew under the old name.
+void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, std::uint32_t rank) {
+    for (const BlobRegion& region : blob.regions) {
+        const auto known = std::find_if(peer.blob.regions.begin(), peer.blob.regions.end(),
+                                        [&](const BlobRegion& other) { return other.name == region.name; });
+        if (known != peer.blob.regions.end() && known->key == region.key && known->bytes == region.bytes &&
+            peer.remotes.count(region.name))
+            continue;
+        const RemoteRegionId id{static_cast<std::uint32_t>(state.remotes.size())};
+        check_control(state.provider->add_remote_region(PeerId{rank}, id, region.key), rank,
+                      "announcing region '" + region.name + "'");
+        state.remotes.push_back({rank, region.name, region.bytes});
+        peer.remotes[region.name] = id;
+    }
+}
+
+}  // namespace
+
+// Spinning is for those who have a core of their own (DESIGN "Waits and cores").
+void ContextState::count_rank_on_host(int change) {
+    ranks_on_host = static_cast<std::uint32_t>(static_cast<int>(ranks_on_host) + change);
+    spin_allowed.store(cores >= 2 && cores >= ranks_on_host, std::memory_order_relaxed);
+}
+
+void ContextState::check_rank(std::uint32_t rank, const char* what) const {
+    if (rank >= options.size)
+        throw Failure(FailureKind::invalid_argument, std::string(what) + " names rank " + std::to_string(rank) +
+                                                         "; ranks are 0 to " + std::to_string(options.size - 1));
+}
+
+const PeerRecord& ContextState::peer_at(std::uint32_t rank) const {
+    check_rank(rank, "the call");
+    if (!peers[rank].added.load(std::memory_order_acquire))
+        throw Failure(FailureKind::state,
+                      rank_text(rank) + " is not a peer of " + rank_text(options.rank) +
+                          (rank == options.rank ? ": use memory directly" : ": call add_peer() first"));
+    return peers[rank];
+}
+
+const RemoteRegion& ContextState::remote_at(std::uint32_t rank, RemoteRegionId remote) const {
+    peer_at(rank);
+    if (remote.value >= remotes.size() || remotes[remote.value].rank != rank)
+        throw Failure(FailureKind::invalid_argument, "remote region " + std::to_string(remote.value) +
+                                                         " was not announced by " + rank_text(rank) +
+                                                         "; take the number from remote_region()");
+    return remotes[remote.value];
+}
+
+std::vector<std::byte> Context::blob() const {
+    check_usable();
+    ContextState& state = *state_;
+    const std::shared_lock lock(state.tables);
+    const ControlGuard guard(state);
+    Blob blob;
+    blob.rank = state.options.rank;
+    blob.size = state.options.size;
+    blob.process = own_identity();
+    blob.instance = state.instance;
+    blob.provider = state.capabilities.provider;
+    blob.address = state.provider->address(EndpointId{0});
+    for (std::uint32_t i = 0; i < state.regions.size(); ++i) {
+        const RegionRecord& region = state.regions[i];
+        if (region.address)
+            blob.regions.push_back({region.name, region.bytes, state.provider->region_key(RegionId{i})});
+    }
+    return encode_blob(blob);
+}
+
+void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
+    check_usable();
+    ContextState& state = *state_;
+    state.check_rank(rank, "add_peer()");
+    if (rank == state.options.rank)
+        throw Failure(FailureKind::invalid_argument,
+                      "add_peer() names " + rank_text(rank) + ", which is this rank itself");
+    Blob blob = decode_blob(bytes, rank);
+    check_blob(state, blob, rank);
+    const std::unique_lock lock(state.tables);
+    PeerRecord& peer = state.peers[rank];
+    const bool again = peer.added.load(std::memory_order_acquire);
+    if (again && peer.blob.instance != blob.instance)
+        throw Failure(FailureKind::state, rank_text(rank) + " is another process now (instance " +
+                                              std::to_string(blob.instance) + ", was " +
+                                              std::to_string(peer.blob.instance) + "); call remove_peer() first");
+    {
+        const ControlGuard guard(state);
+        if (!again) {
+            check_control(state.provider->add_peer(PeerId{rank}, blob.address), rank, "the address");
+            peer.lanes.clear();
+            for (std::uint32_t lane = 0; lane <= state.options.lanes; ++lane) {
+                const QueuePairId id = state.engine->open_queue_pair(PeerId{rank}, EndpointId{0});
+                if (!id.valid())
+                    throw Failure(FailureKind::capacity, "lane " + std::to_string(lane) + " to " + rank_text(rank) +
+                                                             " could not be opened: its requests have not all ended; "
+                                                             "call remove_peer() and try again");
+                peer.lanes.push_back(id);
+            }
+        }
+        announce_regions(state, peer, blob, rank);
+        const auto runtime_region = peer.remotes.find("runtime");
+        if (runtime_region == peer.remotes.end() ||
+            state.remotes[runtime_region->second.value].bytes < state.shared_layout.bytes())
+            throw Failure(FailureKind::mismatch,
+                          "the blob given for " + rank_text(rank) + " has no region 'runtime' of " +
+                              std::to_string(state.shared_layout.bytes()) + " bytes",
+                          static_cast<std::int32_t>(rank));
+        peer.remote_runtime = runtime_region->second;
+        if (!again && on_this_host(blob)) state.count_rank_on_host(1);
+    }
+    const ProcessIdentity process = blob.process;
+    peer.blob = std::move(blob);
+    peer.added.store(true, std::memory_order_release);
+    if (!again) {
+        state.liveness->add(rank, process, now_ns());
+        state.pulse_due.store(true, std::memory_order_release);
+        state.thread.kick();
+    }
+}
+
+void Context::remove_peer(std::uint32_t rank) {
+    check_usable();
+    ContextState& state = *state_;
+    const TimeNs deadline = now_ns() + 1'000'000'000;
+    const std::unique_lock lock(state.tables);
+    state.peer_at(rank);
+    PeerRecord& peer = state.peers[rank];
+    Status closed = Status::pending;
+    while (closed == Status::pending && now_ns() < deadline) {
+        const ControlGuard guard(state);
+        closed = state.engine->close_peer(PeerId{rank}, now_ns());
+        if (closed == Status::pending) state.turn(20'000);
+    }
+    if (closed == Status::pending)
+        throw Failure(FailureKind::state, rank_text(rank) +
+                                              " still has operations in flight that neither completed nor "
+                                              "failed within 1000 ms; close the endpoint to end them");
+    const ControlGuard guard(state);
+    check_control(state.provider->remove_peer(PeerId{rank}), rank, "removal");
+    peer.added.store(false, std::memory_order_release);
+    if (on_this_host(peer.blob)) state.count_rank_on_host(-1);
+    state.liveness->remove(rank);
+    peer.shared = {};
+    peer.mapped.clear();
+    peer.remotes.clear();
+    peer.lanes.clear();
+    peer.blob = {};
+    peer.told = {};
+    peer.barrier_told = 0;
+    if (peer.pulse_request.valid()) state.give_up(peer.pulse_request);
+    peer.pulse_request = {};
+    // Its words in my memory are a new process's from now on.
+    PulseBlock& pulse = state.shared.pulse(rank);
+    for (auto* word : {&pulse.heartbeat, &pulse.call_sequence, &pulse.phase, &pulse.verdict, &pulse.leaving})
+        word->store(0, std::memory_order_relaxed);
+    state.shared.barrier(rank).store(0, std::memory_order_relaxed);
+}
+
+void Context::map_peer(std::uint32_t rank, std::string_view region, int fd) {
+    check_usable();
+    ContextState& state = *state_;
+    const std::unique_lock lock(state.tables);
+    state.peer_at(rank);
+    PeerRecord& peer = state.peers[rank];
+    const std::string what = "region '" + std::string(region) + "' of " + rank_text(rank);
+    const auto announced = peer.remotes.find(region);
+    if (announced == peer.remotes.end())
+        throw Failure(FailureKind::invalid_argument, what + " was not announced in its blob");
+    const std::uint64_t bytes = state.remotes[announced->second.value].bytes;
+    const std::uint64_t held = file_bytes(fd, what);
+    if (held != bytes)
+        throw Failure(FailureKind::mismatch,
+                      what + " was announced with " + std::to_string(bytes) + " bytes, the descriptor holds " +
+                          std::to_string(held),
+                      static_cast<std::int32_t>(rank));
+    if (peer.mapped.count(region)) throw Failure(FailureKind::state, what + " is already mapped");
+    Mapping mapping(fd, bytes, what);
+    std::byte* address = mapping.address();
+    peer.mapped.emplace(region, std::move(mapping));
+    if (region != "runtime") return;
+    const ControlGuard guard(state);  // pulses and barriers change their way between two turns
+    if (peer.told.heartbeat != 0 || peer.barrier_told != 0)
+        throw Failure(FailureKind::state,
+                      what + " must be mapped before start(): it has been written to over the fabric");
+    peer.shared = {address, state.shared_layout};
+    state.liveness->map(rank, peer.shared);
+}
+
+std::byte* Context::peer_memory(std::uint32_t rank, std::string_view region) const {
+    check_usable();
+    state_->check_rank(rank, "peer_memory()");
+    if (rank == state_->options.rank) return region_address(this->region(region));
+    const std::shared_lock lock(state_->tables);
+    const auto found = state_->peers[rank].mapped.find(region);
+    return found == state_->peers[rank].mapped.end() ? nullptr : found->second.address();
+}
+
+RemoteRegionId Context::remote_region(std::uint32_t rank, std::string_view region) const {
+    check_usable();
+    const std::shared_lock lock(state_->tables);
+    const PeerRecord& peer = state_->peer_at(rank);
+    const auto found = peer.remotes.find(region);
+    if (found != peer.remotes.end()) return found->second;
+    std::string names;
+    for (const auto& [name, id] : peer.remotes) names += (names.empty() ? "" : ", ") + name;
+    throw Failure(FailureKind::invalid_argument,
+                  rank_text(rank) + " has not announced a region '" + std::string(region) + "'; it has: " + names);
+}
+
+std::uint64_t Context::remote_region_bytes(std::uint32_t rank, std::string_view region) const {
+    const RemoteRegionId id = remote_region(rank, region);
+    const std::shared_lock lock(state_->tables);
+    return state_->remotes[id.value].bytes;
+}
+
+QueuePairId Context::queue_pair(std::uint32_t rank, std::uint32_t lane) const {
+    if (rank >= state_->options.size || lane >= state_->options.lanes) return {};
+    const PeerRecord& peer = state_->peers[rank];
+    return peer.added.load(std::memory_order_acquire) ? peer.lanes[lane] : QueuePairId{};
+}
+
+}  // namespace expertwire::runtime

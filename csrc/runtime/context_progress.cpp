@@ -1,0 +1,235 @@
+// What runs under the progress token: turns, submission, releases, pulses. Never blocks.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/pump.hpp"
+#include "runtime/clock.hpp"
+#include "runtime/context_state.hpp"
+
+namespace expertwire::runtime {
+
+namespace {
+
+constexpr std::size_t reaped_per_turn = 64;
+constexpr std::size_t arrivals_max = 65'536;
+
+// The provider as pump() sees it: passes everything through, and notes which peer an error was about.
+class Observed {
+  public:
+    Observed(ContextState& state, TimeNs now) : state_(state), now_(now) {}
+
+    std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) {
+        const std::size_t count = state_.provider->poll(completions, arrivals);
+        for (const Completion& completion : completions.first(count)) {
+            if (completion.status == Status::ok || completion.ticket.slot >= state_.rank_of_slot.size()) continue;
+            state_.note_peer_error(state_.rank_of_slot[completion.ticket.slot], completion.status, completion.code,
+                                   "a completion", now_);
+        }
+        return count;
+    }
+
+    PostResult post(const PostCommand& command) {
+        state_.rank_of_slot[command.ticket.slot] = command.peer.value;
+        const PostResult result = state_.provider->post(command);
+        if (result.outcome == PostOutcome::failed)
+            state_.note_peer_error(command.peer.value, result.status, result.code, "a post", now_);
+        return result;
+    }
+
+  private:
+    ContextState& state_;
+    TimeNs now_;
+};
+
+}  // namespace
+
+bool ContextState::turn(TimeNs budget_ns) {
+    TimeNs now = now_ns();
+    const TimeNs end = now + budget_ns;
+    bool moved = false;
+    reap(now);
+    if (broadcast_pulse.exchange(false, std::memory_order_acq_rel)) send_pulses(now);
+    while (true) {
+        Observed observed(*this, now);
+        const PumpResult result = pump(*engine, observed, arrivals_scratch, now, 1);
+        starved = result.again > 0;
+        const bool arrived = !arrivals_scratch.empty();
+        if (arrived) collect_arrivals();
+        moved = moved || result.moved() || arrived;
+        if (!result.moved()) break;
+        now = now_ns();
+        if (now >= end) break;
+    }
+    ++counters.turns;
+    if (moved) {
+        ring_own_if_waiting();
+        if (watch_count.load(std::memory_order_acquire) > 0) write_watches();
+    }
+    return moved;
+}
+
+void ContextState::collect_arrivals() {
+    const std::lock_guard lock(arrivals_mutex);
+    for (Arrival& arrival : arrivals_scratch) {
+        if (arrivals.size() >= arrivals_max) {
+            ++counters.notifications_dropped;
+            continue;
+        }
+        ++counters.notifications;
+        arrivals.push_back({arrival.peer.value, std::move(arrival.payload)});
+    }
+    arrivals_scratch.clear();
+}
+
+Engine::Submitted ContextState::submit_user(std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                                            std::span<const ControlSpec> controls, Level level, TimeNs now) {
+    // SPEC T3: post, wait for all, then signal, then the next.
+    if (options.sync_writes && sync_request.valid() && engine->status(sync_request) == Status::pending)
+        return {Status::would_block, {}};
+    const Engine::Submitted submitted = submit(rank, chunks, controls, level, now);
+    if (options.sync_writes && submitted.status == Status::ok) sync_request = submitted.request;
+    return submitted;
+}
+
+Engine::Submitted ContextState::submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                                       std::span<const ControlSpec> controls, Level level, TimeNs now) {
+    const std::uint64_t limit = std::max<std::uint64_t>(capabilities.message_bytes_max, 1);
+    std::vector<ChunkSpec> pieces;
+    if (std::any_of(chunks.begin(), chunks.end(), [&](const ChunkSpec& chunk) { return chunk.bytes > limit; })) {
+        for (ChunkSpec chunk : chunks) {
+            std::uint64_t left = chunk.bytes;
+            while (left > 0) {
+                chunk.bytes = std::min(left, limit);
+                pieces.push_back(chunk);
+                chunk.local_offset += chunk.bytes;
+                chunk.remote_offset += chunk.bytes;
+                left -= chunk.bytes;
+            }
+        }
+        chunks = pieces;
+    }
+    // A payload must stay where it is until its request is terminal: the record keeps it.
+    std::uint64_t payload_bytes = 0;
+    for (const ControlSpec& control : controls) payload_bytes += control.payload ? control.bytes : 0;
+    std::vector<std::byte> payload(payload_bytes);
+    std::vector<ControlSpec> copies;
+    if (payload_bytes > 0) {
+        copies.assign(controls.begin(), controls.end());
+        std::byte* next = payload.data();
+        for (ControlSpec& control : copies) {
+            if (!control.payload) continue;
+            std::memcpy(next, control.payload, control.bytes);
+            control.payload = next;
+            next += control.bytes;
+        }
+        controls = copies;
+    }
+    const Engine::Submitted submitted = engine->submit(PeerId{rank}, chunks, controls, level, now);
+    if (submitted.status == Status::ok) {
+        RequestRecord& record = requests[submitted.request.slot];
+        record.ticket = submitted.request;
+        record.rank = rank;
+        record.payload = std::move(payload);
+    }
+    return submitted;
+}
+
+void ContextState::give_up(Ticket request) {
+    const Status status = engine->status(request);
+    if (status == Status::stale) return;
+    if (status == Status::pending) {
+        abandoned.push_back(request);
+        return;
+    }
+    requests[request.slot].payload = {};
+    engine->release(request);
+}
+
+void ContextState::reap(TimeNs now) {
+    if (deferred_any.exchange(false, std::memory_order_acq_rel)) {
+        std::vector<Ticket> taken;
+        {
+            const std::lock_guard lock(deferred_mutex);
+            taken.swap(deferred_releases);
+        }
+        for (const Ticket request : taken) give_up(request);
+    }
+    // Oldest first; what is still in flight goes to the end.
+    const std::size_t count = std::min(abandoned.size(), reaped_per_turn);
+    if (count > 0) {
+        std::vector<Ticket> front(abandoned.begin(), abandoned.begin() + static_cast<std::ptrdiff_t>(count));
+        abandoned.erase(abandoned.begin(), abandoned.begin() + static_cast<std::ptrdiff_t>(count));
+        for (const Ticket request : front) give_up(request);
+    }
+    if (liveness->has_deaths())
+        for (const std::uint32_t rank : liveness->take_deaths()) engine->on_peer_dead(PeerId{rank}, now);
+}
+
+void ContextState::note_peer_error(std::uint32_t rank, Status status, std::int32_t code, const char* doing,
+                                   TimeNs now) {
+    if (status != Status::peer_dead || rank >= options.size) return;
+    liveness->suspect(rank,
+                      std::string("provider ") + capabilities.provider + " reported it unreachable on " + doing +
+                          " (code " + std::to_string(code) + ")",
+                      now);
+}
+
+// Words of my own pulse reach a peer that does not share memory with me as adds of the difference (SPEC T22: one
+// writer).
+void ContextState::send_pulses(TimeNs now) {
+    const Liveness::Own own = liveness->own();
+    for (std::uint32_t rank = 0; rank < options.size; ++rank) {
+        PeerRecord& peer = peers[rank];
+        if (!peer.added.load(std::memory_order_acquire) || peer.shared.present() || liveness->unreachable(rank))
+            continue;
+        if (peer.pulse_request.valid()) {
+            if (engine->status(peer.pulse_request) == Status::pending) continue;
+            give_up(peer.pulse_request);
+            peer.pulse_request = {};
+        }
+        std::vector<ControlSpec> adds;
+        const std::uint64_t base = shared_layout.pulse_offset(options.rank);
+        const auto add = [&](std::uint64_t offset, std::uint64_t told, std::uint64_t value) {
+            if (told == value) return;
+            ControlSpec spec;
+            spec.kind = OpKind::signal;
+            spec.queue_pair = peer.lanes.back();  // reserved for us: users cannot fill it and silence us
+            spec.remote = peer.remote_runtime;
+            spec.remote_offset = base + offset;
+            spec.operand = value - told;
+            adds.push_back(spec);
+        };
+        add(offsetof(PulseBlock, heartbeat), peer.told.heartbeat, own.heartbeat);
+        add(offsetof(PulseBlock, call_sequence), peer.told.call_sequence, own.call_sequence);
+        add(offsetof(PulseBlock, phase), peer.told.phase, own.phase);
+        add(offsetof(PulseBlock, verdict), peer.told.verdict, own.verdict);
+        add(offsetof(PulseBlock, leaving), peer.told.leaving, own.leaving);
+        const Engine::Submitted submitted = submit(rank, {}, adds, Level::delivered, now);
+        if (submitted.status == Status::would_block) broadcast_pulse.store(true, std::memory_order_release);
+        if (submitted.status != Status::ok) continue;
+        peer.told = own;
+        peer.pulse_request = submitted.request;
+        ++counters.pulses_sent;
+    }
+}
+
+void ContextState::ring_own_if_waiting() {
+    const Doorbell bell(shared.doorbell());
+    if (bell.has_waiter()) bell.ring();
+}
+
+void ContextState::wake_all() {
+    Doorbell(shared.doorbell()).ring();
+    write_watches();
+}
+
+void ContextState::write_watches() {
+    const std::lock_guard lock(watches_mutex);
+    const std::uint64_t one = 1;
+    for (const Descriptor& watch : watches)
+        if (write(watch.get(), &one, sizeof one) < 0) continue;  // full: it is readable, which is all that is wanted
+}
+
+}  // namespace expertwire::runtime

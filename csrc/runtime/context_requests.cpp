@@ -1,0 +1,251 @@
+// Requests: the checks of their arguments, submission, and the wait for one.
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "runtime/clock.hpp"
+#include "runtime/context_state.hpp"
+
+namespace expertwire::runtime {
+
+namespace {
+
+constexpr TimeNs caller_turn_ns = 20'000;  // SPEC T13
+constexpr TimeNs spin_ns = 20'000;
+constexpr TimeNs slice_ns = 50'000'000;
+constexpr TimeNs no_thread_sleep_ns = 200'000;  // nobody else makes progress while we sleep
+
+[[noreturn]] void fail_argument(std::uint32_t rank, const std::string& what) {
+    throw Failure(FailureKind::invalid_argument, what + " (request to rank " + std::to_string(rank) + ")");
+}
+
+void check_range(std::uint32_t rank, const char* what, const std::string& name, std::uint64_t offset,
+                 std::uint64_t bytes, std::uint64_t limit) {
+    if (offset <= limit && bytes <= limit - offset) return;
+    fail_argument(rank, std::string(what) + " region '" + name + "' has " + std::to_string(limit) + " bytes; " +
+                            std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
+                            " do not lie within it");
+}
+
+}  // namespace
+
+std::string_view status_name(Status status) {
+    static constexpr std::string_view names[] = {"ok",        "pending", "would_block",  "cancelled", "aborted",
+                                                 "peer_dead", "bad_key", "out_of_range", "timed_out", "refused",
+                                                 "invalid",   "stale",   "closed",       "io_error"};
+    const auto at = static_cast<std::size_t>(status);
+    return at < std::size(names) ? names[at] : "unknown";
+}
+
+ChunkSpec Context::chunk(std::uint32_t rank, OpKind kind, RegionId local, std::uint64_t local_offset,
+                         RemoteRegionId remote, std::uint64_t remote_offset, std::uint64_t bytes,
+                         std::uint32_t lane) const {
+    const std::shared_lock lock(state_->tables);
+    const RemoteRegion& target = state_->remote_at(rank, remote);
+    const RegionRecord& source = state_->region_at(local);
+    if (bytes == 0) fail_argument(rank, "a chunk has 0 bytes; leave empty chunks out");
+    check_range(rank, "local", source.name, local_offset, bytes, source.bytes);
+    check_range(rank, "remote", target.name, remote_offset, bytes, target.bytes);
+    if (target.name == "runtime")
+        fail_argument(rank, "region 'runtime' belongs to the endpoint; no request may reach it");
+    if (lane >= state_->options.lanes)
+        fail_argument(rank, "lane is " + std::to_string(lane) + "; this endpoint has " +
+                                std::to_string(state_->options.lanes) + " lanes per peer");
+    return {state_->peers[rank].lanes[lane], kind, local, local_offset, remote, remote_offset, bytes};
+}
+
+ControlSpec Context::signal(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t operand,
+                            Scope scope, std::uint32_t lane) const {
+    const std::shared_lock lock(state_->tables);
+    const RemoteRegion& target = state_->remote_at(rank, remote);
+    if (offset % sizeof(std::uint64_t) != 0)
+        fail_argument(rank, "a signal's offset is " + std::to_string(offset) + "; it must be a multiple of 8");
+    if (target.name == "counters" && offset >= target.bytes)
+        fail_argument(rank, "counter " + std::to_string(offset / 8) + " does not exist: rank " + std::to_string(rank) +
+                                " was built with counters=" + std::to_string(target.bytes / 8));
+    check_range(rank, "remote", target.name, offset, sizeof(std::uint64_t), target.bytes);
+    if (target.name == "runtime")
+        fail_argument(rank, "region 'runtime' belongs to the endpoint; no signal may reach it");
+    if (scope > Scope::peer)
+        fail_argument(rank, "scope is " + std::to_string(static_cast<int>(scope)) +
+                                "; it must be 0 (request), 1 (queue pair) or 2 (peer)");
+    if (lane >= state_->options.lanes)
+        fail_argument(rank, "lane is " + std::to_string(lane) + "; this endpoint has " +
+                                std::to_string(state_->options.lanes) + " lanes per peer");
+    ControlSpec spec;
+    spec.kind = OpKind::signal;
+    spec.scope = scope;
+    spec.queue_pair = state_->peers[rank].lanes[lane];
+    spec.remote = remote;
+    spec.remote_offset = offset;
+    spec.operand = operand;
+    return spec;
+}
+
+ControlSpec Context::notification(std::uint32_t rank, std::span<const std::byte> payload, Scope scope,
+                                  std::uint32_t lane) const {
+    const std::shared_lock lock(state_->tables);
+    const PeerRecord& peer = state_->peer_at(rank);
+    const std::uint64_t limit = state_->capabilities.notification_bytes_max;
+    if (payload.empty() || payload.size() > limit)
+        fail_argument(rank, "a notification has " + std::to_string(payload.size()) + " bytes; it must have 1 to " +
+                                std::to_string(limit));
+    if (lane >= state_->options.lanes) fail_argument(rank, "lane is " + std::to_string(lane) + ", too high");
+    ControlSpec spec;
+    spec.kind = OpKind::notification;
+    spec.scope = scope;
+    spec.queue_pair = peer.lanes[lane];
+    spec.payload = payload.data();
+    spec.bytes = payload.size();
+    return spec;
+}
+
+Engine::Submitted Context::submit_held(std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                                       std::span<const ControlSpec> controls, Level level) {
+    if (rank >= state_->options.size) return {Status::invalid, {}};
+    return state_->submit_user(rank, chunks, controls, level, now_ns());
+}
+
+Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                                  std::span<const ControlSpec> controls, Level level, TimeNs until_ns) {
+    ContextState& state = *state_;
+    while (true) {
+        const std::uint32_t seen = doorbell().seen();
+        bool moved = false;
+        {
+            const TokenGuard guard(*this, until_ns);
+            if (guard) {
+                const Engine::Submitted submitted = state.submit_user(rank, chunks, controls, level, now_ns());
+                moved = state.turn(caller_turn_ns);
+                if (submitted.status != Status::would_block) {
+                    // AGAIN need not end with an event: the thread has to look again by itself.
+                    if (state.starved) state.thread.kick();
+                    return submitted;
+                }
+            }
+        }
+        if (now_ns() >= until_ns) return {Status::would_block, {}};
+        if (moved) continue;
+        state.thread.unpark();
+        const TimeNs most = state.thread.running() ? slice_ns : no_thread_sleep_ns;
+        const TimeNs now = now_ns();
+        if (now < until_ns) doorbell().wait(seen, std::min(most, until_ns - now));
+    }
+}
+
+void Context::fail_full(std::uint32_t rank, std::int64_t timeout_ms) {
+    const ControlGuard guard(*state_);
+    const EngineStatistics statistics = state_->engine->statistics();
+    throw Failure(FailureKind::deadline,
+                  "the request to rank " + std::to_string(rank) + " was not taken within " +
+                      std::to_string(timeout_ms) + " ms: " + std::to_string(statistics.requests_live) + " of at most " +
+                      std::to_string(state_->options.requests_max) + " requests are alive, " +
+                      std::to_string(statistics.operations_queued) +
+                      " operations queue; nothing was taken, wait for some or release finished ones");
+}
+
+void Context::fail_submit(std::uint32_t rank, Status status) const {
+    const std::string to = "rank " + std::to_string(rank);
+    if (status == Status::peer_dead) {
+        const auto fault = state_->liveness->fault();
+        raise_fault(fault ? *fault : Fault{rank, -1, "the engine holds it dead"}, "submitting to " + to);
+    }
+    if (status == Status::invalid)
+        throw Failure(FailureKind::capacity,
+                      "the request to " + to + " has more operations than the tables can ever hold; split it");
+    throw Failure(status == Status::closed ? FailureKind::state : FailureKind::transfer,
+                  "the request to " + to + " was refused: " + std::string(status_name(status)) +
+                      " is latched; remove_peer() and add_peer() open it again");
+}
+
+Status Context::status(Ticket request) const {
+    return state_->engine->status(request);
+}
+
+std::int32_t Context::error_code(Ticket request) {
+    check_usable();
+    const ControlGuard guard(*state_);
+    return state_->engine->error_code(request);
+}
+
+bool Context::stalled(Ticket request) const {
+    if (request.slot >= state_->options.requests_max) return false;
+    const RecordView view = RecordView::unpack(state_->engine->record(request).load(std::memory_order_acquire));
+    return view.generation == request.generation && (view.flags & RecordView::stalled) != 0;
+}
+
+void Context::mark_stalled(Ticket request) {
+    const ControlGuard guard(*state_);
+    state_->engine->mark_stalled(request);
+}
+
+void Context::release(Ticket request) {
+    if (state_->fork_mark.forked()) return;
+    if (state_->token.try_take()) {
+        state_->give_up(request);
+        state_->token.give();
+        return;
+    }
+    const std::lock_guard lock(state_->deferred_mutex);
+    state_->deferred_releases.push_back(request);
+    state_->deferred_any.store(true, std::memory_order_release);
+}
+
+void Context::release_held(Ticket request) {
+    state_->give_up(request);
+}
+
+Status Context::cancel(Ticket request) {
+    check_usable();
+    const ControlGuard guard(*state_);
+    return state_->engine->cancel(request);
+}
+
+Status Context::wait_slice(Ticket request, TimeNs until_ns) {
+    ContextState& state = *state_;
+    const Doorbell bell = doorbell();
+    TimeNs spin_until = 0;
+    enter_help();
+    while (true) {
+        Status now_is = status(request);
+        if (now_is != Status::pending) break;
+        const std::uint32_t seen = bell.seen();
+        const bool moved = turn(caller_turn_ns);
+        now_is = status(request);
+        if (now_is != Status::pending) break;
+        const TimeNs now = now_ns();
+        if (now >= until_ns) break;
+        if (moved) {
+            spin_until = now + spin_ns;
+            continue;
+        }
+        if (may_spin() && now < spin_until) continue;
+        if (spin_until == 0 && may_spin()) {
+            spin_until = now + spin_ns;
+            continue;
+        }
+        leave_help();
+        const TimeNs most = state.thread.running() ? slice_ns : no_thread_sleep_ns;
+        const bool rang = bell.wait(seen, std::min(most, until_ns - now));
+        // Not rung: a signal of the OS, or the slice is over. The binder looks at both.
+        if (!rang && status(request) == Status::pending && state.thread.running()) {
+            raise_if_peer_died(request);
+            return Status::pending;
+        }
+        enter_help();
+    }
+    leave_help();
+    return status(request);
+}
+
+// A request to a dead peer ends once nothing of it is in flight; where the provider never says so, the waiter is told
+// all the same, and the memory stays with the request.
+void Context::raise_if_peer_died(Ticket request) {
+    const RecordView view = RecordView::unpack(state_->engine->record(request).load(std::memory_order_acquire));
+    if (view.generation != request.generation || view.is_terminal() || view.first_error != Status::peer_dead) return;
+    const auto fault = state_->liveness->fault();
+    if (fault) raise_fault(*fault, "waiting for a request that still owns its memory");
+}
+
+}  // namespace expertwire::runtime

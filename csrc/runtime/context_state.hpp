@@ -1,0 +1,175 @@
+// What a Context holds. Included by context*.cpp and progress_thread.cpp only.
+//
+// Locks, always in this order: tables → token → small ones (liveness, arrivals, deferred). The token is never held
+// while waiting for anything.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <vector>
+
+#include "provider/provider.hpp"
+#include "runtime/blob.hpp"
+#include "runtime/context.hpp"
+#include "runtime/liveness.hpp"
+#include "runtime/memory.hpp"
+#include "runtime/progress_thread.hpp"
+#include "runtime/shared_block.hpp"
+#include "runtime/statistics.hpp"
+
+namespace expertwire::runtime {
+
+struct RegionRecord {
+    std::string name;
+    std::byte* address = nullptr;  // null: deregistered
+    std::uint64_t bytes = 0;
+    Descriptor fd;    // own memory; -1 for the caller's
+    Mapping mapping;  // own memory
+};
+
+struct RemoteRegion {
+    std::uint32_t rank = 0;
+    std::string name;
+    std::uint64_t bytes = 0;
+    bool announced = false;
+};
+
+struct PeerRecord {
+    std::atomic<bool> added{false};
+    Blob blob;
+    std::vector<QueuePairId> lanes;
+    std::map<std::string, RemoteRegionId, std::less<>> remotes;
+    std::map<std::string, Mapping, std::less<>> mapped;
+    SharedBlock shared;              // its "runtime" region, where mapped
+    RemoteRegionId remote_runtime;   // the same over the fabric
+    Liveness::Own told{};            // what its pulse block holds of us, by our adds
+    Ticket pulse_request;            // the adds in flight
+    std::uint64_t barrier_told = 0;  // the epoch that its barrier word holds of us
+};
+
+// What a request keeps until it is released: bytes that the provider may still read.
+struct RequestRecord {
+    Ticket ticket;
+    std::uint32_t rank = 0;
+    std::vector<std::byte> payload;
+};
+
+// open → closing → closed; never back.
+enum class Life : std::uint8_t { open = 0, closing, closed };
+
+// A page that the kernel wipes in a forked child: telling a child from its parent costs one load (SPEC T21, T13).
+class ForkMark {
+  public:
+    ForkMark();
+    ~ForkMark();
+    ForkMark(const ForkMark&) = delete;
+    ForkMark& operator=(const ForkMark&) = delete;
+    bool forked() const { return word_->load(std::memory_order_relaxed) == 0; }
+
+  private:
+    std::atomic<std::uint32_t>* word_ = nullptr;
+};
+
+struct ContextState {
+    explicit ContextState(const ContextOptions& what) : options(what), peers(what.size), requests(what.requests_max) {}
+
+    ContextOptions options;
+    ForkMark fork_mark;
+    std::uint64_t instance = 0;
+    std::atomic<Life> life{Life::open};
+
+    std::deque<RegionRecord>
+        regions;  // by RegionId; declared before the provider: registrations end before their memory
+    std::unique_ptr<Provider> provider;
+    Capabilities capabilities;
+    std::unique_ptr<Engine> engine;
+    Token token;
+    SharedLayout shared_layout;
+    SharedBlock shared;
+    std::unique_ptr<Liveness> liveness;
+
+    mutable std::shared_mutex tables;  // regions, remotes, peers' tables
+    std::deque<RemoteRegion> remotes;  // by RemoteRegionId
+    std::vector<PeerRecord> peers;     // by rank
+    std::uint32_t cores = 1;           // of our cpuset
+    std::uint32_t ranks_on_host = 1;   // ours included
+    std::atomic<bool> spin_allowed{false};
+
+    // Under the token.
+    std::vector<RequestRecord> requests;      // by request slot
+    std::vector<std::uint32_t> rank_of_slot;  // submission slot → rank of what was last posted there
+    std::vector<Ticket> abandoned;            // given up while in flight
+    std::vector<Arrival> arrivals_scratch;
+    Ticket sync_request;  // SPEC T3: the one request that may be in flight
+    RuntimeCounters counters;
+    bool starved = false;  // the last turn ended in AGAIN
+
+    std::mutex deferred_mutex;
+    std::vector<Ticket> deferred_releases;  // from threads that could not have the token
+    std::atomic<bool> deferred_any{false};
+
+    std::mutex arrivals_mutex;
+    std::deque<Notification> arrivals;
+
+    std::mutex watches_mutex;
+    std::vector<Descriptor> watches;
+    std::atomic<std::uint32_t> watch_count{0};
+
+    // SPEC T13: callers that drive progress right now, and when one last did.
+    std::atomic<std::uint32_t> helpers{0};
+    std::atomic<TimeNs> last_help_ns{0};
+
+    std::atomic<bool> pulse_due{false};        // news for the others: beat soon
+    std::atomic<bool> broadcast_pulse{false};  // the next turn sends the pulses
+    std::atomic<std::uint64_t> thread_sleeps{0}, thread_failures{0};
+
+    std::mutex barrier_mutex;
+    std::uint64_t barrier_epoch = 0;               // the last begun
+    std::uint64_t barrier_mark = 0;                // what it orders behind
+    std::atomic<std::uint64_t> barrier_stored{0};  // the last epoch stored to mapped peers
+
+    ProgressThread thread;  // last: it ends first
+
+    // ---- under the token (context_progress.cpp)
+    bool turn(TimeNs budget_ns);
+    Engine::Submitted submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                             std::span<const ControlSpec> controls, Level level, TimeNs now);
+    Engine::Submitted submit_user(std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                                  std::span<const ControlSpec> controls, Level level, TimeNs now);
+    void give_up(Ticket request);
+    void reap(TimeNs now);
+    void collect_arrivals();
+    void send_pulses(TimeNs now);
+
+    // ---- any thread
+    void note_peer_error(std::uint32_t rank, Status status, std::int32_t code, const char* doing, TimeNs now);
+    void ring_own_if_waiting();
+    void wake_all();  // whoever waits here looks again
+    void write_watches();
+    void count_rank_on_host(int change);
+
+    // ---- tables; the caller holds `tables`
+    const RegionRecord& region_at(RegionId region) const;
+    const PeerRecord& peer_at(std::uint32_t rank) const;
+    const RemoteRegion& remote_at(std::uint32_t rank, RemoteRegionId remote) const;
+    void check_rank(std::uint32_t rank, const char* what) const;
+};
+
+// Takes the token for a control call. Throws Failure(deadline) where somebody holds it for longer than the timeout.
+class ControlGuard {
+  public:
+    explicit ControlGuard(ContextState& state);
+    ~ControlGuard() { state_.token.give(); }
+    ControlGuard(const ControlGuard&) = delete;
+    ControlGuard& operator=(const ControlGuard&) = delete;
+
+  private:
+    ContextState& state_;
+};
+
+}  // namespace expertwire::runtime

@@ -1,0 +1,376 @@
+// Progress by callers, and the waits that are not for one request: doorbell, words, quiet, barrier, liveness.
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "runtime/clock.hpp"
+#include "runtime/context_state.hpp"
+
+namespace expertwire::runtime {
+
+namespace {
+
+constexpr TimeNs caller_turn_ns = 20'000;
+constexpr TimeNs slice_ns = 50'000'000;
+constexpr TimeNs no_thread_sleep_ns = 200'000;
+constexpr TimeNs shared_bell_sleep_ns = 5'000'000;  // several threads sleep on one bell: each may take the other's ring
+
+std::string rank_text(std::uint32_t rank) {
+    return "rank " + std::to_string(rank);
+}
+
+}  // namespace
+
+Token& Context::token() {
+    return state_->token;
+}
+
+bool Context::turn_held(TimeNs budget_ns) {
+    return state_->turn(budget_ns);
+}
+
+bool Context::turn(TimeNs budget_ns) {
+    if (!state_->token.try_take()) return false;
+    const bool moved = state_->turn(budget_ns);
+    state_->last_help_ns.store(now_ns(), std::memory_order_relaxed);
+    state_->token.give();
+    return moved;
+}
+
+void Context::enter_help() {
+    state_->helpers.fetch_add(1, std::memory_order_seq_cst);
+}
+
+void Context::leave_help() {
+    state_->last_help_ns.store(0, std::memory_order_relaxed);
+    state_->helpers.fetch_sub(1, std::memory_order_seq_cst);
+    state_->thread.unpark();
+}
+
+bool Context::may_spin() const {
+    return state_->spin_allowed.load(std::memory_order_relaxed);
+}
+
+Doorbell Context::doorbell() const {
+    return Doorbell(state_->shared.doorbell());
+}
+
+void Context::ring(std::uint32_t rank) {
+    if (rank == state_->options.rank) return doorbell().ring();
+    if (rank < state_->options.size && state_->peers[rank].shared.present())
+        Doorbell(state_->peers[rank].shared.doorbell()).ring();
+}
+
+bool Context::doorbell_slice(std::uint32_t seen, TimeNs until_ns) {
+    if (doorbell().seen() != seen) return true;
+    turn(caller_turn_ns);
+    state_->last_help_ns.store(0, std::memory_order_relaxed);
+    state_->thread.unpark();
+    const TimeNs now = now_ns();
+    if (now >= until_ns) return doorbell().seen() != seen;
+    const TimeNs most = state_->thread.running() ? slice_ns : no_thread_sleep_ns;
+    return doorbell().wait(seen, std::min(most, until_ns - now));
+}
+
+bool Context::word_slice(RegionId region, std::uint64_t offset, std::uint64_t at_least, TimeNs until_ns) {
+    std::byte* base = nullptr;
+    {
+        const std::shared_lock lock(state_->tables);
+        const RegionRecord& record = state_->region_at(region);
+        if (offset % 8 != 0 || offset + 8 > record.bytes)
+            throw Failure(FailureKind::invalid_argument, "offset " + std::to_string(offset) +
+                                                             " is no 8-byte word of region '" + record.name + "' of " +
+                                                             std::to_string(record.bytes) + " bytes");
+        base = record.address;
+    }
+    const std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(base + offset));
+    const auto here = [&] { return word.load(std::memory_order_acquire) >= at_least; };
+    return wait_until(here, until_ns, "waiting for a word");
+}
+
+// Helps and sleeps until `here()`, the end of the slice, or a signal of the OS.
+template <class Here>
+bool Context::wait_until(Here here, TimeNs until_ns, const char* doing) {
+    while (true) {
+        if (here()) return true;
+        if (has_fault()) {
+            if (const auto dead = fault()) raise_fault(*dead, doing);
+        }
+        enter_help();
+        const std::uint32_t seen = doorbell().seen();
+        const bool moved = turn(caller_turn_ns);
+        const bool done = here();
+        leave_help();
+        if (done) return true;
+        const TimeNs now = now_ns();
+        if (now >= until_ns) return false;
+        if (moved) continue;
+        const TimeNs most = state_->thread.running() ? shared_bell_sleep_ns : no_thread_sleep_ns;
+        if (!doorbell().wait(seen, std::min(most, until_ns - now)) && state_->thread.running()) return here();
+    }
+}
+
+int Context::watch_open() {
+    check_usable();
+    const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (fd < 0)
+        throw Failure(FailureKind::capacity,
+                      "eventfd failed: " + errno_text(errno) + "; raise the limit of open files (ulimit -n)");
+    const std::lock_guard lock(state_->watches_mutex);
+    state_->watches.emplace_back(fd);
+    state_->watch_count.fetch_add(1, std::memory_order_release);
+    return fd;
+}
+
+void Context::watch_close(int fd) {
+    if (state_->fork_mark.forked()) return;
+    const std::lock_guard lock(state_->watches_mutex);
+    auto& watches = state_->watches;
+    const auto found =
+        std::find_if(watches.begin(), watches.end(), [&](const Descriptor& watch) { return watch.get() == fd; });
+    if (found == watches.end()) return;
+    watches.erase(found);
+    state_->watch_count.fetch_sub(1, std::memory_order_release);
+}
+
+// ------------------------------------------------------------------------------------------------- quiet and barrier
+
+Context::Quiet Context::quiet_begin() {
+    check_usable();
+    const ControlGuard guard(*state_);
+    return {state_->engine->quiet_mark()};
+}
+
+bool Context::quiet_slice(Quiet quiet, TimeNs until_ns) {
+    bool reached = false;
+    Status ended = Status::pending;
+    const auto here = [&] {
+        const TokenGuard guard(*this, until_ns);
+        if (!guard) return false;
+        ended = state_->engine->quiet(quiet.mark);
+        return reached = state_->engine->reached(quiet.mark);
+    };
+    const bool done = wait_until(here, until_ns, "quiet");
+    if (done && reached && ended != Status::ok && ended != Status::pending)
+        throw Failure(FailureKind::transfer, "quiet: a request submitted before it failed: " +
+                                                 std::string(status_name(ended)) + "; its handle tells more");
+    return done;
+}
+
+void Context::fail_quiet(Quiet, std::int64_t timeout_ms) {
+    const ControlGuard guard(*state_);
+    const EngineStatistics now = state_->engine->statistics();
+    throw Failure(FailureKind::deadline, "quiet: after " + std::to_string(timeout_ms) + " ms " +
+                                             std::to_string(now.requests_live) + " requests are alive, " +
+                                             std::to_string(now.slots_used) + " operations in flight, " +
+                                             std::to_string(now.operations_queued) + " queued, " +
+                                             std::to_string(now.gates_closed) + " signals held");
+}
+
+std::uint64_t Context::barrier_begin(TimeNs until_ns) {
+    check_usable();
+    ContextState& state = *state_;
+    const std::lock_guard barrier(state.barrier_mutex);
+    {
+        const std::shared_lock lock(state.tables);
+        for (std::uint32_t rank = 0; rank < state.options.size; ++rank)
+            if (rank != state.options.rank && !state.liveness->unreachable(rank)) state.peer_at(rank);
+    }
+    {
+        const ControlGuard guard(state);
+        state.barrier_mark = state.engine->quiet_mark();
+    }
+    const std::uint64_t epoch = state.barrier_epoch + 1;
+    for (std::uint32_t rank = 0; rank < state.options.size; ++rank) {
+        PeerRecord& peer = state.peers[rank];
+        if (rank == state.options.rank || peer.shared.present() || peer.barrier_told >= epoch) continue;
+        if (state.liveness->unreachable(rank) || !peer.added.load(std::memory_order_acquire)) continue;
+        ControlSpec spec;
+        spec.kind = OpKind::signal;
+        spec.scope = Scope::peer;  // behind everything that went to this peer before
+        spec.queue_pair = peer.lanes.back();
+        spec.remote = peer.remote_runtime;
+        spec.remote_offset = state.shared_layout.barrier_offset(state.options.rank);
+        spec.operand = epoch - peer.barrier_told;
+        Engine::Submitted submitted{Status::would_block, {}};
+        while (submitted.status == Status::would_block) {
+            {
+                const ControlGuard guard(state);
+                submitted = state.submit(rank, {}, {&spec, 1}, Level::delivered, now_ns());
+                state.turn(caller_turn_ns);
+                if (submitted.status == Status::ok) state.give_up(submitted.request);
+            }
+            if (submitted.status == Status::would_block && now_ns() >= until_ns)
+                throw Failure(FailureKind::deadline,
+                              "barrier: the word for " + rank_text(rank) +
+                                  " was not taken before the deadline; the same barrier may be tried again");
+        }
+        // A latched error: the peer is in trouble and the slices say so.
+        if (submitted.status == Status::ok) peer.barrier_told = epoch;
+    }
+    state.barrier_epoch = epoch;
+    return epoch;
+}
+
+// Mapped peers are told by a store, once everything that went to them before has landed.
+void Context::store_barrier(std::uint64_t epoch) {
+    ContextState& state = *state_;
+    const std::lock_guard barrier(state.barrier_mutex);
+    if (state.barrier_stored >= epoch) return;
+    {
+        const TokenGuard guard(*this);
+        if (!guard || !state.engine->reached(state.barrier_mark)) return;
+    }
+    state.barrier_stored = state.barrier_epoch;
+    const std::uint64_t told = state.barrier_epoch;
+    for (PeerRecord& peer : state.peers) {
+        if (!peer.shared.present()) continue;
+        peer.shared.barrier(state.options.rank).store(told, std::memory_order_release);
+        Doorbell(peer.shared.doorbell()).ring();
+    }
+}
+
+bool Context::barrier_slice(std::uint64_t epoch, TimeNs until_ns) {
+    const auto here = [&] {
+        store_barrier(epoch);
+        return state_->barrier_stored >= epoch && barrier_missing(epoch).empty();
+    };
+    return wait_until(here, until_ns, "barrier");
+}
+
+std::vector<std::uint32_t> Context::barrier_missing(std::uint64_t epoch) const {
+    std::vector<std::uint32_t> missing;
+    for (std::uint32_t rank = 0; rank < state_->options.size; ++rank) {
+        if (rank == state_->options.rank) continue;
+        if (state_->shared.barrier(rank).load(std::memory_order_acquire) >= epoch) continue;
+        // Who leaves arrives nowhere any more, and holds nobody up.
+        if (state_->shared.pulse(rank).leaving.load(std::memory_order_acquire) != 0) continue;
+        missing.push_back(rank);
+    }
+    return missing;
+}
+
+void Context::fail_barrier(std::uint64_t epoch, std::int64_t timeout_ms) {
+    std::string who;
+    for (const std::uint32_t rank : barrier_missing(epoch)) {
+        const PeerPulse last = pulse(rank);
+        who += (who.empty() ? "" : ", ") + rank_text(rank) + " (last heard " + std::to_string(last.age_ns / 1'000'000) +
+               " ms ago)";
+    }
+    throw Failure(FailureKind::deadline,
+                  "barrier " + std::to_string(epoch) + " of " + rank_text(rank()) + ": after " +
+                      std::to_string(timeout_ms) + " ms these have not arrived: " +
+                      (who.empty() ? "none, but earlier traffic from here has not landed" : who));
+}
+
+// --------------------------------------------------------------------------------------------------------- liveness
+
+std::optional<Fault> Context::fault() {
+    return state_->liveness->fault();
+}
+
+bool Context::has_fault() const {
+    return state_->liveness->has_fault();
+}
+
+void Context::raise_fault(const Fault& fault, std::string_view doing) const {
+    std::string message =
+        rank_text(rank()) + ", " + std::string(doing) + ": " + rank_text(fault.rank) + " is dead: " + fault.why;
+    if (fault.rank == rank()) message += " (this rank was stopped or cut off for too long)";
+    throw Failure(FailureKind::peer, message, static_cast<std::int32_t>(fault.rank));
+}
+
+void Context::publish_call(std::uint64_t sequence, std::uint64_t phase) {
+    state_->liveness->publish_call(sequence, phase);
+}
+
+void Context::publish_verdict(std::uint32_t dead_rank) {
+    state_->liveness->publish_verdict(dead_rank);
+    state_->pulse_due.store(true, std::memory_order_release);
+    state_->thread.kick();
+}
+
+PeerPulse Context::pulse(std::uint32_t rank) const {
+    if (rank >= state_->options.size) return {};
+    return state_->liveness->pulse(rank, now_ns());
+}
+
+std::vector<Notification> Context::take_notifications() {
+    check_usable();
+    turn(caller_turn_ns);
+    const std::lock_guard lock(state_->arrivals_mutex);
+    std::vector<Notification> taken(std::make_move_iterator(state_->arrivals.begin()),
+                                    std::make_move_iterator(state_->arrivals.end()));
+    state_->arrivals.clear();
+    return taken;
+}
+
+Statistics Context::statistics() {
+    ContextState& state = *state_;
+    if (state.fork_mark.forked()) check_usable();
+    const std::shared_lock lock(state.tables);
+    const ControlGuard guard(state);
+    Statistics result;
+    result.engine = state.engine->statistics();
+    result.provider = state.provider->counters();
+    result.runtime = state.counters;
+    result.runtime.thread_sleeps = state.thread_sleeps.load(std::memory_order_relaxed);
+    result.runtime.thread_failures = state.thread_failures.load(std::memory_order_relaxed);
+    for (const RegionRecord& region : state.regions) {
+        if (!region.address) continue;
+        ++result.regions;
+        result.region_bytes += region.bytes;
+    }
+    for (const PeerRecord& peer : state.peers) result.peers += peer.added.load(std::memory_order_relaxed);
+    return result;
+}
+
+std::vector<std::pair<const char*, std::uint64_t>> Statistics::rows() const {
+    return {
+        {"requests_submitted", engine.requests_submitted},
+        {"requests_done", engine.requests_done},
+        {"requests_failed", engine.requests_failed},
+        {"requests_cancelled", engine.requests_cancelled},
+        {"requests_live", engine.requests_live},
+        {"submissions_pushed_back", engine.submissions_pushed_back},
+        {"operations_posted", engine.operations_posted},
+        {"operations_finished", engine.operations_finished},
+        {"operations_failed", engine.operations_failed},
+        {"operations_dropped", engine.operations_dropped},
+        {"operations_queued", engine.operations_queued},
+        {"posts_again", engine.posts_again},
+        {"posts_rejected", engine.posts_rejected},
+        {"completions_stale", engine.completions_stale},
+        {"completions_unknown", engine.completions_unknown},
+        {"controls_held", engine.controls_held},
+        {"gates_closed", engine.gates_closed},
+        {"lanes_reopened", engine.lanes_reopened},
+        {"quarantines", engine.quarantines},
+        {"misuses", engine.misuses},
+        {"slots_used", engine.slots_used},
+        {"slots_counted_peak", engine.slots_counted_peak},
+        {"slots_quarantined", engine.slots_quarantined},
+        {"queue_pairs_live", engine.queue_pairs_live},
+        {"window", engine.window},
+        {"slots_short", engine.slots_short},
+        {"provider_posted", provider.posted},
+        {"provider_again", provider.again},
+        {"provider_completed", provider.completed},
+        {"provider_failed", provider.failed},
+        {"provider_unattributed_errors", provider.unattributed_errors},
+        {"provider_dropped_messages", provider.dropped_messages},
+        {"provider_signals_applied", provider.signals_applied},
+        {"turns", runtime.turns},
+        {"notifications", runtime.notifications},
+        {"notifications_dropped", runtime.notifications_dropped},
+        {"pulses_sent", runtime.pulses_sent},
+        {"thread_sleeps", runtime.thread_sleeps},
+        {"thread_failures", runtime.thread_failures},
+        {"regions", regions},
+        {"region_bytes", region_bytes},
+        {"peers", peers},
+    };
+}
+
+}  // namespace expertwire::runtime

@@ -1,0 +1,271 @@
+#include "runtime/liveness.hpp"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace expertwire::runtime {
+
+namespace {
+
+// A peer that has never been heard may still be on its way to start().
+constexpr TimeNs first_heartbeat_factor = 6;
+
+// The whole life of a peer, from here. Returns false where the table has no such step, and then nothing changes.
+bool move(PeerState& state, PeerState next) {
+    static constexpr bool allowed[5][5] = {
+        // to:   absent watched suspected dead left
+        /*absent*/ {true, true, false, true, false},
+        /*watched*/ {true, true, true, true, true},
+        /*suspected*/ {true, false, true, true, true},
+        /*dead*/ {true, false, false, false, false},
+        /*left*/ {true, false, false, false, false},
+    };
+    if (!allowed[static_cast<int>(state)][static_cast<int>(next)]) return false;
+    state = next;
+    return true;
+}
+
+bool exited(int pidfd) {
+    pollfd entry{pidfd, POLLIN, 0};
+    return poll(&entry, 1, 0) == 1 && (entry.revents & POLLIN) != 0;
+}
+
+}  // namespace
+
+Liveness::Liveness(const LivenessOptions& options, SharedBlock mine)
+    : options_(options), mine_(mine), peers_(options.size) {}
+
+void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, TimeNs now) {
+    bool gone = false;
+    const int fd = options_.use_pidfd && rank != options_.rank ? open_pidfd(process, gone) : -1;
+    const std::lock_guard lock(mutex_);
+    Peer& peer = peers_[rank];
+    if (rank == options_.rank || peer.state != PeerState::absent) {
+        Descriptor unused(fd);
+        return;
+    }
+    move(peer.state, PeerState::watched);
+    peer.pidfd = Descriptor(fd);
+    peer.last_heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
+    peer.changed_ns = now;
+    if (gone) {
+        peer.final_word = true;
+        suspect_locked(peer, "its process (pid " + std::to_string(process.pid) + ") has exited", now);
+        decide(rank, peer, now);
+    }
+}
+
+void Liveness::remove(std::uint32_t rank) {
+    const std::lock_guard lock(mutex_);
+    peers_[rank] = Peer{};
+    if (first_ && first_->rank == rank) first_.reset();
+    for (std::uint32_t other = 0; !first_ && other < peers_.size(); ++other)
+        if (peers_[other].state == PeerState::dead) first_ = Fault{other, -1, peers_[other].why};
+    has_fault_.store(first_.has_value(), std::memory_order_release);
+}
+
+void Liveness::map(std::uint32_t rank, SharedBlock theirs) {
+    {
+        const std::lock_guard lock(mutex_);
+        peers_[rank].theirs = theirs;
+    }
+    store_to_mapped();
+}
+
+void Liveness::tick(TimeNs now) {
+    const std::lock_guard lock(mutex_);
+    // While our own thread did not run nobody could be heard: that time is not held against the others.
+    const TimeNs gap = last_tick_ns_ == 0 ? 0 : now - last_tick_ns_;
+    const TimeNs excused = gap > options_.heartbeat_ns ? gap - options_.heartbeat_ns : 0;
+    last_tick_ns_ = now;
+    for (std::uint32_t rank = 0; rank < peers_.size(); ++rank) {
+        Peer& peer = peers_[rank];
+        if (peer.state != PeerState::watched && peer.state != PeerState::suspected) continue;
+        peer.changed_ns = std::min(now, peer.changed_ns + excused);
+        heed_verdict_of(rank, now);
+        look_at(rank, peer, now);
+        decide(rank, peer, now);
+    }
+}
+
+void Liveness::look_at(std::uint32_t rank, Peer& peer, TimeNs now) {
+    if (peer.state != PeerState::watched) return;
+    const std::uint64_t heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
+    if (heartbeat != peer.last_heartbeat) {
+        peer.last_heartbeat = heartbeat;
+        peer.changed_ns = now;
+    }
+    if (peer.pidfd.get() >= 0) {
+        if (!exited(peer.pidfd.get())) return;
+        peer.pidfd.reset();
+        peer.final_word = peer.theirs.present();
+        suspect_locked(peer, "its process has exited", now);
+        return;
+    }
+    const TimeNs limit = heartbeat == 0 ? first_heartbeat_factor * options_.silence_ns : options_.silence_ns;
+    const TimeNs silent = now - std::min(now, peer.changed_ns);
+    if (silent >= limit)
+        suspect_locked(peer,
+                       "no heartbeat for " + std::to_string(silent / 1'000'000) + " ms (limit " +
+                           std::to_string(limit / 1'000'000) + " ms)",
+                       now);
+}
+
+void Liveness::heed_verdict_of(std::uint32_t messenger, TimeNs) {
+    const std::uint64_t verdict = mine_.pulse(messenger).verdict.load(std::memory_order_acquire);
+    if (verdict == 0 || verdict > peers_.size()) return;
+    const auto accused = static_cast<std::uint32_t>(verdict - 1);
+    if (accused == messenger) return;
+    const PeerState state = peers_[accused].state;
+    if (accused != options_.rank && (state == PeerState::dead || state == PeerState::left)) return;
+    if (first_ && first_->rank == accused) return;
+    declare_dead(accused, static_cast<std::int32_t>(messenger),
+                 "rank " + std::to_string(messenger) + " declared it dead");
+}
+
+void Liveness::decide(std::uint32_t rank, Peer& peer, TimeNs now) {
+    if (peer.state != PeerState::suspected) {
+        const bool farewell = mine_.pulse(rank).leaving.load(std::memory_order_acquire) != 0;
+        if (peer.state == PeerState::watched && farewell) move(peer.state, PeerState::left);
+        return;
+    }
+    if (mine_.pulse(rank).leaving.load(std::memory_order_acquire) != 0) {
+        move(peer.state, PeerState::left);
+        will_not_answer(rank);
+        return;
+    }
+    // It ended because it had seen another one die, and has said so: the other is at fault, and is already declared.
+    const std::uint64_t verdict = mine_.pulse(rank).verdict.load(std::memory_order_acquire);
+    if (verdict != 0 && verdict <= peers_.size() && verdict - 1 != rank) {
+        heed_verdict_of(rank, now);
+        move(peer.state, PeerState::left);
+        will_not_answer(rank);
+        return;
+    }
+    if (peer.final_word || now - peer.suspected_ns >= options_.grace_ns) declare_dead(rank, -1, peer.why);
+}
+
+void Liveness::suspect(std::uint32_t rank, const std::string& why, TimeNs now) {
+    const std::lock_guard lock(mutex_);
+    if (rank >= peers_.size() || peers_[rank].state != PeerState::watched) return;
+    suspect_locked(peers_[rank], why, now);
+}
+
+void Liveness::suspect_locked(Peer& peer, const std::string& why, TimeNs now) {
+    if (!move(peer.state, PeerState::suspected)) return;
+    peer.suspected_ns = now;
+    peer.why = why;
+}
+
+void Liveness::declare_dead(std::uint32_t rank, std::int32_t told_by, const std::string& why) {
+    if (rank != options_.rank) {
+        Peer& peer = peers_[rank];
+        if (!move(peer.state, PeerState::dead)) return;
+        peer.why = why;
+        will_not_answer(rank);
+    }
+    std::uint64_t none = 0;
+    verdict_.compare_exchange_strong(none, rank + 1, std::memory_order_acq_rel);
+    if (!first_) first_ = Fault{rank, told_by, why};
+    decided_.fetch_add(1, std::memory_order_acq_rel);
+    has_fault_.store(true, std::memory_order_release);
+}
+
+std::optional<Fault> Liveness::fault() const {
+    const std::lock_guard lock(mutex_);
+    return first_;
+}
+
+PeerState Liveness::state(std::uint32_t rank) const {
+    const std::lock_guard lock(mutex_);
+    return peers_[rank].state;
+}
+
+bool Liveness::unreachable(std::uint32_t rank) const {
+    const PeerState now = state(rank);
+    return now == PeerState::dead || now == PeerState::left;
+}
+
+PeerPulse Liveness::pulse(std::uint32_t rank, TimeNs now) const {
+    const PulseBlock& block = mine_.pulse(rank);
+    PeerPulse pulse;
+    pulse.heartbeat = block.heartbeat.load(std::memory_order_acquire);
+    pulse.call_sequence = block.call_sequence.load(std::memory_order_acquire);
+    pulse.phase = block.phase.load(std::memory_order_acquire);
+    pulse.leaving = block.leaving.load(std::memory_order_acquire) != 0;
+    const std::lock_guard lock(mutex_);
+    const Peer& peer = peers_[rank];
+    pulse.age_ns = peer.state == PeerState::absent || pulse.heartbeat != peer.last_heartbeat || now < peer.changed_ns
+                       ? 0
+                       : now - peer.changed_ns;
+    return pulse;
+}
+
+std::vector<std::uint32_t> Liveness::take_deaths() {
+    const std::lock_guard lock(mutex_);
+    deaths_pending_.store(false, std::memory_order_release);
+    return std::exchange(deaths_, {});
+}
+
+void Liveness::will_not_answer(std::uint32_t rank) {
+    deaths_.push_back(rank);
+    deaths_pending_.store(true, std::memory_order_release);
+    decided_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+std::vector<int> Liveness::pidfds() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<int> fds;
+    for (const Peer& peer : peers_)
+        if (peer.state == PeerState::watched && peer.pidfd.get() >= 0) fds.push_back(peer.pidfd.get());
+    return fds;
+}
+
+void Liveness::beat() {
+    heartbeat_.fetch_add(1, std::memory_order_relaxed);
+    store_to_mapped();
+}
+
+void Liveness::publish_call(std::uint64_t sequence, std::uint64_t phase) {
+    call_sequence_.store(sequence, std::memory_order_relaxed);
+    phase_.store(phase, std::memory_order_relaxed);
+    store_to_mapped();
+}
+
+void Liveness::publish_verdict(std::uint32_t dead_rank) {
+    std::uint64_t none = 0;
+    verdict_.compare_exchange_strong(none, dead_rank + 1, std::memory_order_acq_rel);
+    store_to_mapped();
+}
+
+void Liveness::publish_leaving() {
+    leaving_.store(1, std::memory_order_relaxed);
+    store_to_mapped();
+}
+
+Liveness::Own Liveness::own() const {
+    return {heartbeat_.load(std::memory_order_relaxed), call_sequence_.load(std::memory_order_relaxed),
+            phase_.load(std::memory_order_relaxed), verdict_.load(std::memory_order_relaxed),
+            leaving_.load(std::memory_order_relaxed)};
+}
+
+void Liveness::store_to_mapped() {
+    const std::lock_guard lock(mutex_);
+    const Own words = own();  // read under the lock: an older value never follows a newer one
+    for (Peer& peer : peers_) {
+        if (!peer.theirs.present()) continue;
+        PulseBlock& block = peer.theirs.pulse(options_.rank);
+        block.heartbeat.store(words.heartbeat, std::memory_order_relaxed);
+        block.call_sequence.store(words.call_sequence, std::memory_order_relaxed);
+        block.phase.store(words.phase, std::memory_order_relaxed);
+        const bool news = block.verdict.load(std::memory_order_relaxed) != words.verdict ||
+                          block.leaving.load(std::memory_order_relaxed) != words.leaving;
+        block.verdict.store(words.verdict, std::memory_order_release);
+        block.leaving.store(words.leaving, std::memory_order_release);
+        if (news) Doorbell(peer.theirs.doorbell()).ring();
+    }
+}
+
+}  // namespace expertwire::runtime

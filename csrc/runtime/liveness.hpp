@@ -1,0 +1,116 @@
+// Who is alive, and who is at fault (SPEC T19, E8). Signs of trouble with a peer: its pidfd, silence, a provider's
+// error, the verdict of another rank. A sign is not yet a death: the peer may have told that it leaves, or whom *it*
+// holds dead; then that one is named and not the messenger.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/types.hpp"
+#include "runtime/identity.hpp"
+#include "runtime/memory.hpp"
+#include "runtime/shared_block.hpp"
+
+namespace expertwire::runtime {
+
+// A dead peer: `rank` is the one at fault, `told_by` the rank whose verdict said so, or -1 where it was seen from here.
+struct Fault {
+    std::uint32_t rank = 0;
+    std::int32_t told_by = -1;
+    std::string why;
+};
+
+// What a peer last said about itself (SPEC E8). `age_ns`: since its heartbeat last changed, as seen here.
+struct PeerPulse {
+    std::uint64_t heartbeat = 0;
+    std::uint64_t call_sequence = 0;
+    std::uint64_t phase = 0;
+    TimeNs age_ns = 0;
+    bool leaving = false;
+};
+
+// absent → watched → suspected → dead | left; absent again by remove(). One table of transitions: move() in
+// liveness.cpp.
+enum class PeerState : std::uint8_t { absent = 0, watched, suspected, dead, left };
+
+struct LivenessOptions {
+    std::uint32_t rank = 0;
+    std::uint32_t size = 1;
+    TimeNs heartbeat_ns = 1'000'000'000;
+    TimeNs silence_ns = 5'000'000'000;
+    TimeNs grace_ns = 500'000'000;  // for another rank's verdict or the peer's own farewell to arrive
+    bool use_pidfd = true;
+};
+
+class Liveness {
+  public:
+    Liveness(const LivenessOptions& options, SharedBlock mine);
+
+    void add(std::uint32_t rank, const ProcessIdentity& process, TimeNs now);
+    void remove(std::uint32_t rank);
+    void map(std::uint32_t rank, SharedBlock theirs);  // their words for me are stored, not added
+
+    // The progress thread, a few times a second: looks at pidfds and heartbeats, decides what is ripe.
+    void tick(TimeNs now);
+    // Beats into every mapped peer; the context adds the same over the fabric to the others.
+    void beat();
+    // A provider's error for that peer. Any thread.
+    void suspect(std::uint32_t rank, const std::string& why, TimeNs now);
+
+    bool has_fault() const { return has_fault_.load(std::memory_order_acquire); }
+    std::optional<Fault> fault() const;  // the first decided
+    PeerState state(std::uint32_t rank) const;
+    bool unreachable(std::uint32_t rank) const;  // dead or left
+    PeerPulse pulse(std::uint32_t rank, TimeNs now) const;
+    std::vector<std::uint32_t> take_deaths();  // ranks that will not answer any more, since the last call
+    bool has_deaths() const { return deaths_pending_.load(std::memory_order_acquire); }
+    std::uint64_t decided() const { return decided_.load(std::memory_order_acquire); }  // grows with each of them
+    std::vector<int> pidfds() const;  // of watched peers, for the progress thread's poll
+
+    void publish_call(std::uint64_t sequence, std::uint64_t phase);
+    void publish_verdict(std::uint32_t dead_rank);  // the first one stays
+    void publish_leaving();
+    // What the across-host path must have told: absolute values, so that the context can add the difference.
+    struct Own {
+        std::uint64_t heartbeat, call_sequence, phase, verdict, leaving;
+    };
+    Own own() const;
+
+  private:
+    struct Peer {
+        PeerState state = PeerState::absent;
+        Descriptor pidfd;
+        SharedBlock theirs;
+        std::uint64_t last_heartbeat = 0;
+        TimeNs changed_ns = 0;  // when the heartbeat last changed, or the watch began
+        TimeNs suspected_ns = 0;
+        bool final_word = false;  // the process is gone and its stores were visible at once: nothing more can arrive
+        std::string why;
+    };
+
+    void look_at(std::uint32_t rank, Peer& peer, TimeNs now);
+    void decide(std::uint32_t rank, Peer& peer, TimeNs now);
+    void heed_verdict_of(std::uint32_t messenger, TimeNs now);
+    void suspect_locked(Peer& peer, const std::string& why, TimeNs now);
+    void declare_dead(std::uint32_t rank, std::int32_t told_by, const std::string& why);
+    void will_not_answer(std::uint32_t rank);
+    void store_to_mapped();
+
+    LivenessOptions options_;
+    SharedBlock mine_;
+    mutable std::mutex mutex_;
+    std::vector<Peer> peers_;
+    std::optional<Fault> first_;
+    std::vector<std::uint32_t> deaths_;
+    std::atomic<bool> has_fault_{false};
+    std::atomic<bool> deaths_pending_{false};
+    std::atomic<std::uint64_t> decided_{0};
+    std::atomic<std::uint64_t> heartbeat_{0}, call_sequence_{0}, phase_{0}, verdict_{0}, leaving_{0};
+    TimeNs last_tick_ns_ = 0;
+};
+
+}  // namespace expertwire::runtime

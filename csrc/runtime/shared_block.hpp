@@ -1,0 +1,55 @@
+// The layout of region "runtime": what ranks tell each other about themselves. Pure arithmetic from the number of
+// ranks, the same everywhere. User counters live in region "counters"; no signal of a user can reach these words (SPEC
+// T9).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "runtime/doorbell.hpp"
+
+namespace expertwire::runtime {
+
+// Written by one source rank only: by stores where it maps me, else by its fabric adds (SPEC T22).
+struct alignas(64) PulseBlock {
+    std::atomic<std::uint64_t> heartbeat;
+    std::atomic<std::uint64_t> call_sequence;
+    std::atomic<std::uint64_t> phase;
+    std::atomic<std::uint64_t> verdict;  // dead rank + 1, 0: none
+    std::atomic<std::uint64_t> leaving;
+};
+static_assert(sizeof(PulseBlock) == 64);
+
+struct alignas(64) BarrierWord {
+    std::atomic<std::uint64_t> epoch;  // absolute, one word per source
+};
+
+struct SharedLayout {
+    std::uint32_t ranks = 0;
+
+    static constexpr std::uint64_t doorbell_offset = 0;
+    static constexpr std::uint64_t pulses_offset = 64;
+    std::uint64_t pulse_offset(std::uint32_t source) const { return pulses_offset + sizeof(PulseBlock) * source; }
+    std::uint64_t barrier_offset(std::uint32_t source) const {
+        return pulses_offset + sizeof(PulseBlock) * ranks + sizeof(BarrierWord) * source;
+    }
+    std::uint64_t bytes() const { return barrier_offset(ranks); }
+};
+
+// A view of one rank's region, mine or mapped.
+struct SharedBlock {
+    std::byte* base = nullptr;
+    SharedLayout layout;
+
+    bool present() const { return base != nullptr; }
+    DoorbellWord* doorbell() const { return reinterpret_cast<DoorbellWord*>(base + SharedLayout::doorbell_offset); }
+    PulseBlock& pulse(std::uint32_t source) const {
+        return *reinterpret_cast<PulseBlock*>(base + layout.pulse_offset(source));
+    }
+    std::atomic<std::uint64_t>& barrier(std::uint32_t source) const {
+        return reinterpret_cast<BarrierWord*>(base + layout.barrier_offset(source))->epoch;
+    }
+};
+
+}  // namespace expertwire::runtime
