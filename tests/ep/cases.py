@@ -1,0 +1,190 @@
+"""Cases of dispatch and combine: seeded inputs that any process can make again, and what a rank does with them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import Rank
+
+from expertwire.ep.cpu import backend
+
+GUARD = 64  # elements on either side of each output that is allocated here
+POISON = 0x5A
+BEHIND_BYTES = 4096
+POISONED_BYTES = 4 << 20  # of the data region
+
+
+@dataclass(frozen=True)
+class Case:
+    """One dispatch and its combine. `tokens` by rank."""
+
+    node_of: tuple[int, ...]
+    tokens: tuple[int, ...]
+    hidden: int = 64
+    experts: int = 16
+    topk: int = 4
+    ids: str = "random"  # random, none (all −1), sparse (half −1), same (one id in all places), skewed
+    index: str = "int64"
+    weights: bool = True
+    biases: int = 0
+    strided: bool = False
+    seed: int = 0
+    staging: int = 0  # num_rdma_bytes: small rings make credits turn round
+
+    @property
+    def ranks(self) -> int:
+        return len(self.node_of)
+
+
+@dataclass
+class Inputs:
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    biases: tuple[torch.Tensor, ...]
+
+
+def _strided(values: torch.Tensor) -> torch.Tensor:
+    """The same values in a tensor whose rows are neither adjacent nor dense."""
+    wide = torch.full((values.shape[0] * 2 + 1, values.shape[1] * 2 + 1), -7, dtype=values.dtype)
+    view = wide[1::2, 1::2]
+    view.copy_(values)
+    assert values.numel() == 0 or not view.is_contiguous() or values.shape == (1, 1)
+    return view
+
+
+def inputs(case: Case, rank: int) -> Inputs:
+    """What `rank` gives to the case."""
+    random = torch.Generator().manual_seed(case.seed * 1009 + rank)
+    tokens, topk, experts = case.tokens[rank], case.topk, case.experts
+    x = torch.randn((tokens, case.hidden), generator=random).bfloat16()
+    # distinct ids while there are enough experts, as a router gives them
+    ids = torch.rand((tokens, max(experts, topk)), generator=random).argsort(1)[:, :topk] % experts
+    if case.ids == "none":
+        ids = torch.full_like(ids, -1)
+    elif case.ids == "sparse":
+        ids = ids.masked_fill(torch.rand(ids.shape, generator=random) < 0.5, -1)
+    elif case.ids == "same":
+        ids = ids[:, :1].expand(-1, topk).contiguous()
+    elif case.ids == "skewed":
+        ids = (torch.rand(ids.shape, generator=random) ** 4 * experts).long()
+    weights = torch.rand((tokens, topk), generator=random) if case.weights else None
+    biases = tuple(torch.randn((tokens, case.hidden), generator=random).bfloat16() for _ in range(case.biases))
+    ids = ids.to(getattr(torch, case.index))
+    if case.strided:
+        x, ids = _strided(x), _strided(ids)
+        weights = _strided(weights) if weights is not None else None
+        biases = tuple(_strided(bias) for bias in biases)
+    return Inputs(x, ids, weights, biases)
+
+
+def expert_output(received: torch.Tensor, rank: int) -> torch.Tensor:
+    """What a rank's experts make of the rows: another value on each rank."""
+    return (received.float() * (1 + rank / 8) + 0.25).bfloat16()
+
+
+class Guarded:
+    """torch with an `empty` whose results lie between guard elements, poisoned all over."""
+
+    def __init__(self) -> None:
+        self._around: list[tuple[torch.Tensor, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        count = 1
+        for length in shape:
+            count *= length
+        size = dtype.itemsize
+        around = torch.full(((count + 2 * GUARD) * size,), POISON, dtype=torch.uint8)
+        self._around.append((around, count * size))
+        inside = around[GUARD * size : (GUARD + count) * size]
+        return inside.view(dtype).view(shape)
+
+    def check(self) -> None:
+        for around, inside in self._around:
+            guard = (around.numel() - inside) // 2
+            assert bool((around[:guard] == POISON).all()), "written before an output"
+            assert bool((around[guard + inside :] == POISON).all()), "written behind an output"
+        self._around.clear()
+
+
+def _plain(value: torch.Tensor | None) -> Any:
+    """As a numpy array: pickled by value."""
+    if value is None:
+        return None
+    return value.view(torch.int16).numpy().copy() if value.dtype == torch.bfloat16 else value.numpy().copy()
+
+
+def run_case(rank: Rank, case: Case) -> dict[str, Any]:
+    """The case on this rank; everything that came out."""
+    guarded = Guarded()
+    backend.torch = guarded  # type: ignore[attr-defined]
+    try:
+        out = _run_case(rank, case)
+        guarded.check()
+    finally:
+        backend.torch = torch
+    return out
+
+
+def _run_case(rank: Rank, case: Case) -> dict[str, Any]:
+    given = inputs(case, rank.rank)
+    buffer = rank.buffer(case.node_of, num_rdma_bytes=case.staging)
+    region = buffer.get_local_buffer_tensor(torch.uint8)
+    region[:POISONED_BYTES].fill_(POISON)
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(given.topk_idx, case.experts)
+    assert event.event is None
+    out: dict[str, Any] = {
+        "per_rank": _plain(per_rank),
+        "per_node": _plain(per_node),
+        "per_expert": _plain(per_expert),
+        "in_rank": _plain(in_rank),
+    }
+    layout = {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+    }
+    received, ids, weights, counts, handle, event = buffer.dispatch(
+        given.x, topk_idx=given.topk_idx, topk_weights=given.topk_weights, expert_alignment=8, **layout
+    )
+    assert event.event is None
+    if received.numel():
+        _check_region(region, received, buffer.runtime, given)
+    out |= {"x": _plain(received), "topk_idx": _plain(ids), "topk_weights": _plain(weights), "counts": counts}
+    out |= {"real_counts": list(handle.num_recv_tokens_per_expert), "src_idx": _plain(handle.recv_src_idx)}
+    out["prefix"] = _plain(handle.rank_prefix_matrix)
+    y = expert_output(received, rank.rank)
+    if case.strided:
+        y = _strided(y)
+    bias = given.biases if len(given.biases) != 1 else given.biases[0]
+    combined, combined_weights, event = buffer.combine(y, handle, topk_weights=weights, bias=bias or None, async_finish=True)
+    assert event.event is not None
+    out |= {"combined": _plain(combined), "combined_weights": _plain(combined_weights)}
+    # The same routing again, other rows; and a combine whose input lies in the data region already.
+    again, *rest, event = buffer.dispatch(-given.x, handle=handle, previous_event=event, async_finish=True, allocate_on_comm_stream=True)
+    assert rest == [None, None, None, None]
+    out["again"] = _plain(again)
+    out["again_combined"] = _plain(buffer.combine(again, handle)[0])
+    return out
+
+
+def _check_region(region: torch.Tensor, received: torch.Tensor, runtime: Any, given: Inputs) -> None:
+    """Nothing may be written behind what the dispatch needs: the rest of the offered extent still has its poison."""
+    start = received.data_ptr() - region.data_ptr()
+    topk = given.topk_idx.shape[1]
+    row_bytes = received.shape[1] * received.element_size()
+    used = runtime._exchange.extent_bytes(
+        "dispatch", received.shape[0], row_bytes, topk, given.topk_idx.element_size(), given.topk_weights is not None
+    )
+    if not 0 <= start < POISONED_BYTES - used - BEHIND_BYTES:
+        return  # a copy, or larger than what was poisoned
+    behind = (ctypes.c_uint8 * BEHIND_BYTES).from_address(region.data_ptr() + start + used)
+    assert set(behind) == {POISON}, "written behind the rows received"

@@ -1,0 +1,137 @@
+"""Wrong arguments: an error that names the argument, its value and the limit, before anything is sent; the Buffer works afterwards."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from ep import work
+from harness import World
+
+INVALID, TYPE, UNAVAILABLE = "InvalidArgumentError", "InvalidTypeError", "UnavailableError"
+# What each wrong call of work.bad_arguments says.
+CALLS = {
+    "layout ids float": (TYPE, r"topk_idx has dtype torch\.float32; it must be torch\.int64 or torch\.int32"),
+    "layout ids 1-D": (INVALID, r"topk_idx has shape \[2\]; it must be \[any, any\]"),
+    "layout ids beyond": (INVALID, r"topk_idx\[2, 1\] is 8; .* \[0, 8\)"),
+    "layout ids below": (INVALID, r"topk_idx\[4, 0\] is -2; .* \[0, 8\)"),
+    "layout no top-k": (INVALID, r"topk_idx has shape \[5, 0\]; top-k must be at least 1"),
+    "layout experts 0": (INVALID, "num_experts is 0; it must be at least 1"),
+    "layout experts float": (TYPE, r"num_experts must be an int, got 8\.0"),
+    "layout not a tensor": (TYPE, r"topk_idx must be a torch\.Tensor, got list"),
+    "layout event": (TYPE, "previous_event must be an EventOverlap or None, got int"),
+    "layout allocate": (INVALID, "allocate_on_comm_stream is True with previous_event=None and async_finish=False; it needs both"),
+    "x float32": (TYPE, r"x has dtype torch\.float32; it must be torch\.bfloat16"),
+    "x 1-D": (INVALID, r"x has shape \[32\]; it must be \[any, any\]"),
+    "x no columns": (INVALID, r"x has shape \[5, 0\]; a row needs at least 1 element"),
+    "x fp8": (UNAVAILABLE, "x is a tuple of 2 .* FP8 is not there yet"),
+    "x fp8 alone": (UNAVAILABLE, r"x has dtype torch\.float8_e4m3fn; FP8 is not there yet"),
+    "x meta": (UNAVAILABLE, "x is on device meta; .* CPU tensors"),
+    "x sparse": (INVALID, r"x has layout torch\.sparse_coo; it must be strided"),
+    "x tokens": (INVALID, r"is_token_in_rank has shape \[5, \d\]; it must be \[4, \d\]"),
+    "per rank missing": (INVALID, "num_tokens_per_rank is None; it must be given when handle is not"),
+    "per rank int64": (TYPE, r"num_tokens_per_rank has dtype torch\.int64; it must be torch\.int32"),
+    "per rank length": (INVALID, r"num_tokens_per_rank has shape \[\d\]; it must be \[\d\]"),
+    "per rank wrong": (INVALID, r"num_tokens_per_rank\[0\] is \d, but is_token_in_rank has \d: they must agree"),
+    "per expert negative": (INVALID, r"num_tokens_per_expert\[3\] is -4; a count must be at least 0"),
+    "per expert empty": (INVALID, r"num_tokens_per_expert\.shape\[0\], the number of experts, is 0; it must be at least 1"),
+    "in rank shape": (INVALID, r"is_token_in_rank has shape \[5, 1\]; it must be \[5, 2\]"),
+    "in rank dtype": (TYPE, r"is_token_in_rank has dtype torch\.int32; it must be torch\.bool"),
+    "ids beyond": (INVALID, r"topk_idx\[2, 1\] is 8; .* \[0, 8\)"),
+    "ids length": (INVALID, r"topk_idx has shape \[4, 2\]; it must be \[5, any\]"),
+    "weights double": (TYPE, r"topk_weights has dtype torch\.float64; it must be torch\.float32"),
+    "weights shape": (INVALID, r"topk_weights has shape \[5, 1\]; it must be \[5, 2\]"),
+    "weights alone": (INVALID, "topk_idx is None; it must be given when topk_weights is"),
+    "alignment 0": (INVALID, "expert_alignment is 0; it must be at least 1"),
+    "worst tokens": (UNAVAILABLE, "num_worst_tokens is 64; it is not there yet"),
+    "worst tokens negative": (INVALID, "num_worst_tokens is -1; it must be at least 0"),
+    "config": (TYPE, r"config must be an expertwire\.ep\.Config or None, got tuple"),
+    "handle with layout": (INVALID, "num_tokens_per_rank is given .* must be None when handle is given"),
+    "handle with tokens": (INVALID, r"x has shape \[4, 32\]; it must be \[5, any\]"),
+    "handle type": (TYPE, "handle must be the Handle that a dispatch returned, got tuple"),
+    "handle foreign": (INVALID, "handle was made by another Buffer"),
+    "combine foreign": (INVALID, "handle was made by another Buffer"),
+    "combine no handle": (TYPE, "handle must be the Handle that a dispatch returned, got NoneType"),
+    "combine rows": (INVALID, r"x has shape \[\d+, 32\]; it must be \[\d+, any\]"),
+    "combine dtype": (TYPE, r"x has dtype torch\.float16; it must be torch\.bfloat16"),
+    "combine weights shape": (INVALID, r"topk_weights has shape \[\d+, 2\]; it must be \[\d+, any\]"),
+    "combine weights 0": (INVALID, r"topk_weights\.shape\[1\] is 0; it must be at least 1"),
+    "combine bias rows": (INVALID, r"bias has shape \[4, 32\]; it must be \[5, 32\]"),
+    "combine bias columns": (INVALID, r"bias has shape \[5, 31\]; it must be \[5, 32\]"),
+    "combine bias dtype": (TYPE, r"bias\[1\] has dtype torch\.float32; it must be torch\.bfloat16"),
+    "combine three": (INVALID, "bias has 3 tensors; it must be one tensor or a tuple of two"),
+    "tensor dtype": (TYPE, r"dtype must be a torch\.dtype, got 'int8'"),
+    "tensor offset": (INVALID, r"offset is 4; it must be a multiple of 8, the bytes of torch\.int64"),
+    "tensor beyond": (INVALID, r"size is \[1024, 1048576\]: 1073741824 bytes from offset 0; the data region has \d+ bytes"),
+    "tensor negative": (INVALID, r"size\[0\] is -1; it must be at least 0"),
+    "tensor rdma": (UNAVAILABLE, "use_rdma_buffer is True; .* not there yet"),
+    "stream": (UNAVAILABLE, "no streams"),
+    "per node missing": (INVALID, "num_tokens_per_rdma_rank is None; it must be given when handle is not"),
+    "per node wrong": (INVALID, r"num_tokens_per_rdma_rank\[0\] is \d, but is_token_in_rank has \d: they must agree"),
+}
+CONSTRUCTIONS = {
+    "nvl negative": (INVALID, "num_nvl_bytes is -1; it must be at least 0"),
+    "nvl float": (TYPE, r"num_nvl_bytes must be an int, got 1000000000\.0"),
+    "rdma negative": (INVALID, "num_rdma_bytes is -5; it must be at least 0"),
+    "unknown": (TYPE, "Buffer has no argument 'use_fabrik'; .* use_fabric"),
+    "low latency": (UNAVAILABLE, "low_latency_mode is True; it is not there yet"),
+    "shrink": (UNAVAILABLE, "enable_shrink is True; it is not there yet"),
+    "queue pairs": (INVALID, "num_qps_per_rank is 0; it must be at least 1"),
+    "timeout nan": (TYPE, "timeout_ms must be an int, got nan"),
+    "timeout 0": (INVALID, "timeout_ms is 0; it must be at least 1"),
+    "experts": (INVALID, "max_local_experts is 0; it must be at least 1"),
+    "group": (TYPE, r"group is a str; it must be a torch\.distributed ProcessGroup"),
+    "nodes": (INVALID, r"node_of has 3 entries \(\[0, 0, 0\]\); the group has 2 ranks"),
+    "provider": (TYPE, "provider must be a str, got 7"),
+    "rdma small": ("CapacityError", r"num_rdma_bytes is 1000; the rings of 2 ranks on 2 nodes need at least \d+ bytes"),
+}
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
+def test_wrong_arguments_are_named(world: World, node_of: tuple[int, ...]) -> None:
+    for errors in world.run(2, work.bad_arguments, node_of):
+        for name, (kind, _, message) in errors.items():
+            assert kind == CALLS[name][0], f"{name}: {kind}: {message}"
+            assert re.search(CALLS[name][1], message), f"{name}: {message}"
+        assert errors.keys() == {name for name in CALLS if len(set(node_of)) > 1 or not name.startswith("per node")}
+
+
+def test_wrong_constructions_are_named(world: World) -> None:
+    for errors in world.run(2, work.bad_construction):
+        assert errors.keys() == CONSTRUCTIONS.keys()
+        for name, (kind, _, message) in errors.items():
+            assert kind == CONSTRUCTIONS[name][0], f"{name}: {kind}: {message}"
+            assert re.search(CONSTRUCTIONS[name][1], message), f"{name}: {message}"
+
+
+def test_construction_compares_ranks(world: World) -> None:
+    for kind, _, message in world.run(3, work.mismatched_construction):
+        assert kind == "MismatchError"
+        assert "disagree on num_rdma_bytes: rank 0 has '8388608', rank 2 has '9437184'" in message
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 0, 1)], ids=str)
+def test_what_callers_read(world: World, node_of: tuple[int, ...]) -> None:
+    for rank, found in enumerate(world.run(3, work.attributes, node_of)):
+        assert (found["rank"], found["group_size"], found["num_nvl_bytes"], found["num_rdma_bytes"]) == (rank, 3, 4 << 20, 8 << 20)
+        assert (found["low_latency_mode"], found["explicitly_destroy"], found["enable_shrink"], found["num_sms"]) == (
+            False,
+            True,
+            False,
+            20,
+        )
+        assert found["region"] == 4 << 20
+        assert found["part"] == (3, 5)
+        if max(node_of) == 0:
+            received = found["prefix"][-1][rank]
+            assert found["handle"] == [(3, 3), None, None, (received,), (5, 3), None]
+        else:
+            assert found["handle"] == [(5, 3), None, None, None, (2,), None, (3,), None, None, None]
+            assert found["prefix"] == sorted(found["prefix"])
+
+
+def test_the_plan_is_what_is_allocated(world: World) -> None:
+    for control, staging, data, total, region in world.run(4, work.bench_layout):
+        assert region == data
+        assert total == control + staging + data
+        assert min(control, staging) > 0

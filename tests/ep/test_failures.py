@@ -1,0 +1,102 @@
+"""A rank that dies, stays away, calls something else or is interrupted: who says what, how soon, and what works afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ep import work
+from harness import World
+
+HEARTBEAT = {"EXPERTWIRE_LIVENESS": "heartbeat"}
+SEEN_S, DESTROYED_S = 10.0, 4.0
+
+
+@pytest.fixture
+def doomed() -> Iterator[World]:
+    """A world of its own, for a test that loses a rank."""
+    own = World(4)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+@pytest.mark.parametrize(
+    ("node_of", "victim", "environment", "provider"),
+    [
+        ((0, 0, 0, 0), 2, {}, None),
+        ((0, 0, 1, 1), 0, {}, "tcp"),
+        ((0, 0, 1, 1), 3, HEARTBEAT, "tcp"),
+        ((0, 1, 2, 3), 0, HEARTBEAT, "local"),
+    ],
+    ids=["one node", "rank 0 of two nodes", "two nodes by heartbeat", "rank 0 by heartbeat"],
+)
+def test_a_killed_rank_is_named_by_all_others(
+    doomed: World, node_of: tuple[int, ...], victim: int, environment: dict[str, str], provider: str | None
+) -> None:
+    doomed.start(4, work.die_in_dispatch, node_of, victim, environment, provider)
+    answers = doomed.finish(40)
+    assert answers.pop(victim) == (False, "ended with exit code -9")
+    for rank, (returned, what) in answers.items():
+        assert returned, f"rank {rank}: {what}"
+        kind, at_fault, message = what["error"]
+        assert (kind, at_fault) == ("PeerError", victim), f"rank {rank}: {what['error']}"
+        assert f"rank {victim}" in message
+        assert what["seen_s"] < SEEN_S
+        assert what["later"][0] == "StateError"
+        assert f"PeerError: {message}" in what["later"][2], "the first error is kept"
+        assert what["destroy_s"] < DESTROYED_S
+    codes = doomed.exit_codes()
+    assert codes.pop(victim) == -9
+    assert codes == [0, 0, 0]
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 0, 1)], ids=str)
+def test_a_deadline_says_who_is_missing(world: World, node_of: tuple[int, ...]) -> None:
+    results = world.run(3, work.deadline, node_of, 1)
+    for rank in (0, 2):
+        kind, _, message = results[rank]["error"]
+        assert kind == "DeadlineError"
+        assert f"rank {rank}" in message
+        assert "rank 1" in message
+        assert "notify" in message
+        assert "not in this call" in message
+        assert "1500 ms" in message
+        assert 1.4 < results[rank]["waited_s"] < 4
+        assert results[rank]["later"][0] == "StateError"
+        assert "DeadlineError" in results[rank]["later"][2]
+    assert max(world.run(3, work.end_of_deadline)) < DESTROYED_S
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 1, 1)], ids=str)
+def test_another_call_is_named_and_survived(world: World, node_of: tuple[int, ...]) -> None:
+    for kind, _, message in world.run(3, work.other_call, node_of):
+        assert kind == "MismatchError"
+        assert "rank 1" in message
+        assert "dispatch" in message
+        assert "combine" in message
+    for kind, _, message in world.run(3, work.other_shape, node_of):
+        assert kind == "MismatchError"
+        assert "rank 1" in message
+        assert "64" in message
+        assert "96" in message
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 1, 1)], ids=str)
+def test_too_many_rows_are_refused_by_all(world: World, node_of: tuple[int, ...]) -> None:
+    for kind, _, message in world.run(3, work.too_much, node_of):
+        assert kind == "CapacityError"
+        assert "rank 0" in message
+        assert "1200" in message, "rows"
+        assert str(64 << 10) in message, "capacity"
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
+def test_ctrl_c_is_answered_and_fails_the_buffer(world: World, node_of: tuple[int, ...]) -> None:
+    out = world.run(2, work.interrupted, node_of)[0]
+    assert out["answered_s"] < 0.5  # 100 ms, on a machine that is busy with other tests
+    assert out["later"][0] == "StateError"
+    assert "KeyboardInterrupt" in out["later"][2]
+    assert out["destroy_s"] < DESTROYED_S
+    world.run(2, work.end_of_interrupted)

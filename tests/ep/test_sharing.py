@@ -1,0 +1,89 @@
+"""Results that live on, threads, forks, and teardown in every order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ep import work
+from harness import World
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
+def test_results_live_until_dropped(world: World, node_of: tuple[int, ...]) -> None:
+    for views, copies, free in world.run(2, work.held_results, node_of):
+        assert views >= 1
+        assert copies >= 1
+        assert views + copies == 12
+        assert free == 256 << 10
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
+def test_two_batches_interleave(world: World, node_of: tuple[int, ...]) -> None:
+    assert world.run(2, work.two_batches, node_of) == [24, 24]
+
+
+def test_threads_are_serialised(world: World) -> None:
+    assert world.run(1, work.crowd) == [6]
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
+def test_a_forked_child_is_refused_and_harms_nothing(world: World, node_of: tuple[int, ...]) -> None:
+    for status, said in world.run(2, work.forked, node_of):
+        assert status == 0
+        lines = said.splitlines()
+        assert len(lines) == 2
+        assert all("forked child" in line for line in lines)
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 0, 1)], ids=str)
+def test_teardown_in_another_order_on_each_rank(world: World, node_of: tuple[int, ...]) -> None:
+    assert max(world.run(3, work.crossed_teardown, node_of)) < 6
+
+
+ENDINGS = {
+    "never destroyed": "keep = (buffer, dispatch(buffer, rank))",
+    "destroyed, results kept": "keep = dispatch(buffer, rank); buffer.destroy(); keep[0].add_(1)",
+    "dropped, results kept": "keep = dispatch(buffer, rank); del buffer; keep[0].add_(1)",
+    "one destroys, one does not": "keep = (buffer, dispatch(buffer, rank)); buffer.destroy() if rank else None",
+    "failed": "keep = buffer; rank or print(caught(lambda: dispatch(buffer, rank))[0])",
+}
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from expertwire.ep import Buffer
+from ep.work import caught, dispatch, round_trip
+rank, nodes, store = int(sys.argv[1]), sys.argv[2], dist.FileStore(sys.argv[3], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+buffer = Buffer(dist.group.WORLD, 4 << 20, node_of=[int(node) for node in nodes], timeout_ms=1000, explicitly_destroy=bool(rank))
+round_trip(buffer, rank)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_interpreter_ends_in_silence(ending: str, tmp_path: Path) -> None:
+    nodes = "00" if ending == "dropped, results kept" else "01"
+    tests = Path(__file__).parent.parent
+    prelude = f"import sys; sys.path.insert(0, {str(tests)!r})"
+    script = "\n".join([prelude, SCRIPT, ENDINGS[ending]])
+    command = [sys.executable, "-c", script]
+    ranks = [
+        subprocess.Popen([*command, str(rank), nodes, str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for number, rank in enumerate(ranks):
+            out, error = rank.communicate(timeout=60)
+            assert (rank.returncode, error) == (0, ""), f"rank {number}"
+            if ending == "failed" and number == 0:
+                assert out.strip() in ("DeadlineError", "PeerError")
+            else:
+                assert out == ""
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
