@@ -42,6 +42,7 @@ class Wiring:
 
     context: Context
     node_of: tuple[int, ...]
+    provider: str
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def connect(
             for context in made:
                 context.close(0)
             raise
-        return Wiring(context, nodes)
+        return Wiring(context, nodes, chosen.provider)
 
 
 def _meet(

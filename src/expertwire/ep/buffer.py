@@ -228,6 +228,16 @@ class Buffer:
         """Number of nodes: RR."""
         return max(self.node_of) + 1
 
+    @property
+    def provider(self) -> str:
+        """What carries rows between nodes: "local", "tcp", …."""
+        return self.runtime.provider
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of the transport, a snapshot: what was posted to other nodes, completed, retried and so on."""
+        with self._calling("statistics"):
+            return self.runtime.statistics()
+
     def __repr__(self) -> str:
         return f"<Buffer rank {self.rank} of {self.group_size}, {self.num_nodes} nodes, {self._state.value}>"
 

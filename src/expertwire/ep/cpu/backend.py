@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from expertwire.ep.bootstrap import Launch, connect, settings_for
+from expertwire.ep.bootstrap import Launch, Wiring, connect, settings_for
 from expertwire.ep.checks import UNSENT, Routing
 from expertwire.ep.config import align_up
 from expertwire.ep.cpu.pool import EXTENT_ALIGNMENT, Extent, Pool
@@ -126,9 +126,11 @@ def _release(context: Context, pid: int) -> None:
 class CpuBackend:
     """One rank's exchange on CPU tensors. Arguments come checked; calls come one at a time."""
 
-    def __init__(self, launch: Launch, context: Context, exchange: Exchange, node_of: tuple[int, ...], timeout_ms: int) -> None:
+    def __init__(self, launch: Launch, wiring: Wiring, exchange: Exchange, timeout_ms: int) -> None:
+        context = wiring.context
         self.rank = launch.rank
-        self.node_of = node_of
+        self.node_of = wiring.node_of
+        self.provider = wiring.provider
         self.timeout_ms = timeout_ms
         self._context = context
         self._exchange = exchange
@@ -170,7 +172,11 @@ class CpuBackend:
 
         slots, slot_bytes = ring_geometry(wiring.node_of, local_experts_max, staging_bytes_max)
         exchange = Exchange(wiring.context, list(wiring.node_of), local_experts_max, slots, slot_bytes)
-        return cls(launch, wiring.context, exchange, wiring.node_of, settings.timeout_ms)
+        return cls(launch, wiring, exchange, settings.timeout_ms)
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of the transport, a snapshot."""
+        return dict(self._context.statistics())
 
     def layout(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows per rank i32[R], distinct rows per node i32[RR], rows per expert i32[E], token in rank bool[T, R]."""
