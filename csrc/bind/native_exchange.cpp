@@ -25,6 +25,8 @@ namespace expertwire {
 
 namespace {
 
+using bind::check_signals;
+using bind::PyContext;
 using exchange::CombineRequest;
 using exchange::DispatchRequest;
 using exchange::Handle;
@@ -64,9 +66,7 @@ struct PyDispatchResult {
 class PyExchange {
   public:
     PyExchange(const PyContext& context, const exchange::Shape& shape)
-        : context_(context.context),
-          driver_(*context_, shape),
-          exchange_(shape, driver_, driver_.data_bytes()) {}
+        : context_(context.context), driver_(*context_, shape), exchange_(shape, driver_, driver_.data_bytes()) {}
 
     PyDispatchResult dispatch(const DispatchRequest& request, std::int64_t timeout_ms);
     void combine(const CombineRequest& request, std::int64_t timeout_ms);
@@ -83,8 +83,8 @@ class PyExchange {
     std::shared_ptr<runtime::Context> context_;
     runtime::ExchangeDriver driver_;
     exchange::Exchange exchange_;
-    std::mutex calls_;              // one operation at a time, whichever thread asks; taken without the GIL
-    mutable std::mutex table_;      // guards last_
+    std::mutex calls_;          // one operation at a time, whichever thread asks; taken without the GIL
+    mutable std::mutex table_;  // guards last_
     std::vector<exchange::PeerProgress> last_;
 };
 
@@ -169,12 +169,13 @@ nb::dict layout_bytes(std::uint32_t rank, const std::vector<std::uint32_t>& node
 
 void layout_counts(std::uint64_t topk_idx, std::uint32_t index_bytes, std::uint64_t tokens, std::uint32_t topk,
                    std::uint64_t num_experts, const std::vector<std::uint64_t>& expert_first,
-                   const std::vector<std::uint32_t>& node_of,
-                   std::uint64_t per_rank, std::uint64_t per_node, std::uint64_t per_expert, std::uint64_t in_rank) {
+                   const std::vector<std::uint32_t>& node_of, std::uint64_t per_rank, std::uint64_t per_node,
+                   std::uint64_t per_expert, std::uint64_t in_rank) {
     const std::string table = exchange::node_table_error(node_of);
     if (!table.empty()) throw Failure(FailureKind::invalid_argument, table);
     if (index_bytes != 4 && index_bytes != 8) {
-        throw Failure(FailureKind::invalid_argument, "index_bytes is " + std::to_string(index_bytes) + ", must be 4 or 8");
+        throw Failure(FailureKind::invalid_argument,
+                      "index_bytes is " + std::to_string(index_bytes) + ", must be 4 or 8");
     }
     const std::string owners = exchange::expert_first_error(expert_first, node_of.size(), num_experts);
     if (!owners.empty()) throw Failure(FailureKind::invalid_argument, owners);
@@ -204,13 +205,17 @@ void bind_records(nb::module_& module) {
     nb::class_<PyHandle>(module, "ExchangeHandle", "What a dispatch leaves for its combine. Immutable.")
         .def_prop_ro("epoch", [](const PyHandle& self) { return self.handle->epoch; })
         .def_prop_ro("rank", [](const PyHandle& self) { return self.handle->rank; })
-        .def_prop_ro("tokens", [](const PyHandle& self) { return self.handle->tokens; }, "Rows of x of this rank.")
-        .def_prop_ro("received", [](const PyHandle& self) { return self.handle->received(self.handle->rank); },
-                     "Rows that this rank received, over all sources.")
-        .def_prop_ro("matrix", [](const PyHandle& self) { return self.handle->matrix; },
-                     "list[int], R * R: rows from source s to destination d at [s * R + d].")
-        .def_prop_ro("node_matrix", [](const PyHandle& self) { return self.handle->node_matrix; },
-                     "list[int], R * RR: distinct rows from source s to node b at [s * RR + b].");
+        .def_prop_ro(
+            "tokens", [](const PyHandle& self) { return self.handle->tokens; }, "Rows of x of this rank.")
+        .def_prop_ro(
+            "received", [](const PyHandle& self) { return self.handle->received(self.handle->rank); },
+            "Rows that this rank received, over all sources.")
+        .def_prop_ro(
+            "matrix", [](const PyHandle& self) { return self.handle->matrix; },
+            "list[int], R * R: rows from source s to destination d at [s * R + d].")
+        .def_prop_ro(
+            "node_matrix", [](const PyHandle& self) { return self.handle->node_matrix; },
+            "list[int], R * RR: distinct rows from source s to node b at [s * RR + b].");
     nb::class_<PyDispatchResult>(module, "DispatchResult", "What a dispatch received. Immutable.")
         .def_ro("handle", &PyDispatchResult::handle)
         .def_ro("received", &PyDispatchResult::received, "Rows N.")
@@ -227,108 +232,133 @@ void bind_records(nb::module_& module) {
 
 void bind_exchange(nb::module_& module) {
     bind_records(module);
-    nb::class_<PyExchange>(
-        module, "Exchange",
-        "One rank's high-throughput exchange. The context has regions 'control' and 'staging' (sizes from layout(), zeroed) "
-        "and 'data' (any size), mapped for all peers of the node and announced by the others. All ranks call dispatch and "
-        "combine in the same order. Calls from several threads are serialised.")
-        .def("__init__",
-             [](PyExchange* self, const PyContext& context, const std::vector<std::uint32_t>& node_of,
-                std::uint32_t local_experts_max, std::uint32_t ring_slots, std::uint64_t slot_bytes) {
-                 const exchange::Shape shape =
-                     make_shape(context.context->rank(), node_of, local_experts_max, ring_slots, slot_bytes);
-                 new (self) PyExchange(context, shape);
-             },
-             "context"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a, "slot_bytes"_a,
-             "node_of[r]: node of rank r, numbered 0..RR-1 without a gap. local_experts_max: the most experts any rank will "
-             "own in any call; all ranks must give the same, as also ring_slots (>= 1) and slot_bytes (a multiple of 64, at "
-             "least one row with its top-k: a row that does not fit raises InvalidArgumentError at the call). Raises "
-             "CapacityError where a region is too small, with both numbers.")
-        .def_static("layout", &layout_bytes, "rank"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a, "slot_bytes"_a,
-                    "{'control_bytes', 'staging_bytes'} of the rank's regions, before anything is created. staging_bytes is "
-                    "0 with one node (create a region of 64 bytes then).")
-        .def("dispatch",
-             [](PyExchange& self, std::uint64_t x, std::uint64_t tokens, std::uint64_t row_bytes, std::uint64_t in_rank,
-                std::uint64_t topk_idx, std::uint32_t topk_index_bytes, std::uint32_t topk, std::uint64_t topk_weights,
-                std::uint64_t counts_per_rank, std::uint64_t counts_per_node, std::uint64_t counts_per_expert,
-                std::uint64_t num_experts, const std::vector<std::uint64_t>& expert_first, const PyHandle* handle,
-                std::uint64_t offer_offset, std::uint64_t offer_capacity, std::int64_t timeout_ms) {
-                 DispatchRequest request;
-                 request.x = pointer<const std::byte>(x);
-                 request.tokens = tokens;
-                 request.row_bytes = row_bytes;
-                 request.in_rank = pointer<const std::uint8_t>(in_rank);
-                 request.topk_idx = pointer<const std::byte>(topk_idx);
-                 request.index_bytes = topk_index_bytes;
-                 request.topk = topk;
-                 request.topk_weights = pointer<const float>(topk_weights);
-                 request.per_rank = pointer<const std::int32_t>(counts_per_rank);
-                 request.per_node = pointer<const std::int32_t>(counts_per_node);
-                 request.per_expert = pointer<const std::int32_t>(counts_per_expert);
-                 request.num_experts = num_experts;
-                 request.expert_first = expert_first;
-                 if (handle != nullptr) request.handle = handle->handle;
-                 request.offer_offset = offer_offset;
-                 request.offer_capacity = offer_capacity;
-                 const nb::gil_scoped_release released;
-                 return self.dispatch(request, timeout_ms);
-             },
-             "x"_a, "tokens"_a, "row_bytes"_a, "in_rank"_a, "topk_idx"_a, "topk_index_bytes"_a, "topk"_a, "topk_weights"_a,
-             "counts_per_rank"_a, "counts_per_node"_a, "counts_per_expert"_a, "num_experts"_a, "expert_first"_a,
-             "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a,
-             "Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by source "
-             "rank, then source token, at offer_offset (a multiple of 64) in my data region.\n\n"
-             "x: [tokens, row_bytes] contiguous, anywhere. in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global "
-             "ids of topk_index_bytes (4 or 8). topk_weights (0: none): f32[tokens, topk], needs topk_idx. counts_per_rank "
-             "i32[R], counts_per_node i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert only "
-             "from topk_idx): checked against in_rank and topk_idx. expert_first: R + 1 entries.\n"
-             "handle: repeats that dispatch's routing: in_rank, topk_idx, topk_weights and counts must be 0, topk and "
-             "num_experts 0, expert_first empty; tokens must be the handle's.\n\n"
-             "Raises InvalidArgumentError (nothing started), MismatchError (ranks disagree: on every rank, the exchange stays "
-             "usable), CapacityError (an offered extent is too small: on every rank, stays usable; the message has rank, rows, "
-             "bytes and capacity), PeerError, DeadlineError, TransferError, StateError (after one of these three, every call).")
-        .def("combine",
-             [](PyExchange& self, std::uint64_t x, std::uint64_t rows, std::uint64_t row_bytes, std::uint64_t weights,
-                std::uint32_t topk, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t out, std::uint64_t out_weights,
-                const PyHandle& handle, std::uint64_t offer_offset, std::uint64_t offer_capacity, std::int64_t timeout_ms) {
-                 CombineRequest request;
-                 request.x = pointer<const std::byte>(x);
-                 request.rows = rows;
-                 request.row_bytes = row_bytes;
-                 request.weights = pointer<const float>(weights);
-                 request.topk = topk;
-                 request.bias0 = pointer<const std::byte>(bias0);
-                 request.bias1 = pointer<const std::byte>(bias1);
-                 request.out = pointer<std::byte>(out);
-                 request.out_weights = pointer<float>(out_weights);
-                 request.handle = handle.handle;
-                 request.offer_offset = offer_offset;
-                 request.offer_capacity = offer_capacity;
-                 const nb::gil_scoped_release released;
-                 self.combine(request, timeout_ms);
-             },
-             "x"_a, "rows"_a, "row_bytes"_a, "weights"_a, "topk"_a, "bias0"_a, "bias1"_a, "out"_a, "out_weights"_a, "handle"_a,
-             "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a,
-             "Sends the bf16 rows x[rows, row_bytes / 2], in the order in which the handle's dispatch received them, back to "
-             "their homes and writes their sums to out, bf16[tokens, row_bytes / 2] (tokens: the handle's). weights (0: none): "
-             "f32[rows, topk], summed into out_weights f32[tokens, topk]. bias0, bias1 (0: none): bf16[tokens, row_bytes / 2].\n\n"
-             "x inside my data region is read in place (weights may then lie there or not); elsewhere x and weights are copied "
-             "to the offered extent first, which must hold extent_bytes('combine', …) bytes. Raises as dispatch.")
-        .def_static("layout_counts", &layout_counts, "topk_idx"_a, "index_bytes"_a, "tokens"_a, "topk"_a, "num_experts"_a, "expert_first"_a,
-               "node_of"_a, "per_rank"_a, "per_node"_a, "per_expert"_a, "in_rank"_a,
-               "get_dispatch_layout's counting. topk_idx: address of contiguous [tokens, topk] ids of index_bytes (4 or 8) "
-               "each. Writes i32[R] at per_rank, i32[RR] at per_node (0: leave out), i32[E] at per_expert and bool[tokens, "
-               "R] at in_rank, every element. expert_first has R + 1 entries: rank r owns experts [first[r], first[r+1]). "
-               "-1 is no expert. Raises InvalidArgumentError naming token, slot and value for any other id outside [0, E); "
-               "outputs are then unspecified.")
-        .def_static("extent_bytes", &extent_bytes, "kind"_a, "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a,
-                    "has_weights"_a,
-                    "Bytes of the extent that a 'dispatch' receiving `rows` rows needs (topk 0: without ids), or that a "
-                    "'combine' of `rows` rows needs where x and the weights are not in the data region.")
+    nb::class_<PyExchange>(module, "Exchange",
+                           "One rank's high-throughput exchange. The context has regions 'control' and 'staging' "
+                           "(sizes from layout(), zeroed) "
+                           "and 'data' (any size), mapped for all peers of the node and announced by the others. All "
+                           "ranks call dispatch and "
+                           "combine in the same order. Calls from several threads are serialised.")
+        .def(
+            "__init__",
+            [](PyExchange* self, const PyContext& context, const std::vector<std::uint32_t>& node_of,
+               std::uint32_t local_experts_max, std::uint32_t ring_slots, std::uint64_t slot_bytes) {
+                const exchange::Shape shape =
+                    make_shape(context.context->rank(), node_of, local_experts_max, ring_slots, slot_bytes);
+                new (self) PyExchange(context, shape);
+            },
+            "context"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a, "slot_bytes"_a,
+            "node_of[r]: node of rank r, numbered 0..RR-1 without a gap. local_experts_max: the most experts any rank "
+            "will "
+            "own in any call; all ranks must give the same, as also ring_slots (>= 1) and slot_bytes (a multiple of "
+            "64, at "
+            "least one row with its top-k: a row that does not fit raises InvalidArgumentError at the call). Raises "
+            "CapacityError where a region is too small, with both numbers.")
+        .def_static(
+            "layout", &layout_bytes, "rank"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a, "slot_bytes"_a,
+            "{'control_bytes', 'staging_bytes'} of the rank's regions, before anything is created. staging_bytes is "
+            "0 with one node (create a region of 64 bytes then).")
+        .def(
+            "dispatch",
+            [](PyExchange& self, std::uint64_t x, std::uint64_t tokens, std::uint64_t row_bytes, std::uint64_t in_rank,
+               std::uint64_t topk_idx, std::uint32_t topk_index_bytes, std::uint32_t topk, std::uint64_t topk_weights,
+               std::uint64_t counts_per_rank, std::uint64_t counts_per_node, std::uint64_t counts_per_expert,
+               std::uint64_t num_experts, const std::vector<std::uint64_t>& expert_first, const PyHandle* handle,
+               std::uint64_t offer_offset, std::uint64_t offer_capacity, std::int64_t timeout_ms) {
+                DispatchRequest request;
+                request.x = pointer<const std::byte>(x);
+                request.tokens = tokens;
+                request.row_bytes = row_bytes;
+                request.in_rank = pointer<const std::uint8_t>(in_rank);
+                request.topk_idx = pointer<const std::byte>(topk_idx);
+                request.index_bytes = topk_index_bytes;
+                request.topk = topk;
+                request.topk_weights = pointer<const float>(topk_weights);
+                request.per_rank = pointer<const std::int32_t>(counts_per_rank);
+                request.per_node = pointer<const std::int32_t>(counts_per_node);
+                request.per_expert = pointer<const std::int32_t>(counts_per_expert);
+                request.num_experts = num_experts;
+                request.expert_first = expert_first;
+                if (handle != nullptr) request.handle = handle->handle;
+                request.offer_offset = offer_offset;
+                request.offer_capacity = offer_capacity;
+                const nb::gil_scoped_release released;
+                return self.dispatch(request, timeout_ms);
+            },
+            "x"_a, "tokens"_a, "row_bytes"_a, "in_rank"_a, "topk_idx"_a, "topk_index_bytes"_a, "topk"_a,
+            "topk_weights"_a, "counts_per_rank"_a, "counts_per_node"_a, "counts_per_expert"_a, "num_experts"_a,
+            "expert_first"_a, "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a,
+            "Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by "
+            "source "
+            "rank, then source token, at offer_offset (a multiple of 64) in my data region.\n\n"
+            "x: [tokens, row_bytes] contiguous, anywhere. in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] "
+            "global "
+            "ids of topk_index_bytes (4 or 8). topk_weights (0: none): f32[tokens, topk], needs topk_idx. "
+            "counts_per_rank "
+            "i32[R], counts_per_node i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert "
+            "only "
+            "from topk_idx): checked against in_rank and topk_idx. expert_first: R + 1 entries.\n"
+            "handle: repeats that dispatch's routing: in_rank, topk_idx, topk_weights and counts must be 0, topk and "
+            "num_experts 0, expert_first empty; tokens must be the handle's.\n\n"
+            "Raises InvalidArgumentError (nothing started), MismatchError (ranks disagree: on every rank, the exchange "
+            "stays "
+            "usable), CapacityError (an offered extent is too small: on every rank, stays usable; the message has "
+            "rank, rows, "
+            "bytes and capacity), PeerError, DeadlineError, TransferError, StateError (after one of these three, every "
+            "call).")
+        .def(
+            "combine",
+            [](PyExchange& self, std::uint64_t x, std::uint64_t rows, std::uint64_t row_bytes, std::uint64_t weights,
+               std::uint32_t topk, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t out,
+               std::uint64_t out_weights, const PyHandle& handle, std::uint64_t offer_offset,
+               std::uint64_t offer_capacity, std::int64_t timeout_ms) {
+                CombineRequest request;
+                request.x = pointer<const std::byte>(x);
+                request.rows = rows;
+                request.row_bytes = row_bytes;
+                request.weights = pointer<const float>(weights);
+                request.topk = topk;
+                request.bias0 = pointer<const std::byte>(bias0);
+                request.bias1 = pointer<const std::byte>(bias1);
+                request.out = pointer<std::byte>(out);
+                request.out_weights = pointer<float>(out_weights);
+                request.handle = handle.handle;
+                request.offer_offset = offer_offset;
+                request.offer_capacity = offer_capacity;
+                const nb::gil_scoped_release released;
+                self.combine(request, timeout_ms);
+            },
+            "x"_a, "rows"_a, "row_bytes"_a, "weights"_a, "topk"_a, "bias0"_a, "bias1"_a, "out"_a, "out_weights"_a,
+            "handle"_a, "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a,
+            "Sends the bf16 rows x[rows, row_bytes / 2], in the order in which the handle's dispatch received them, "
+            "back to "
+            "their homes and writes their sums to out, bf16[tokens, row_bytes / 2] (tokens: the handle's). weights (0: "
+            "none): "
+            "f32[rows, topk], summed into out_weights f32[tokens, topk]. bias0, bias1 (0: none): bf16[tokens, "
+            "row_bytes / 2].\n\n"
+            "x inside my data region is read in place (weights may then lie there or not); elsewhere x and weights are "
+            "copied "
+            "to the offered extent first, which must hold extent_bytes('combine', …) bytes. Raises as dispatch.")
+        .def_static(
+            "layout_counts", &layout_counts, "topk_idx"_a, "index_bytes"_a, "tokens"_a, "topk"_a, "num_experts"_a,
+            "expert_first"_a, "node_of"_a, "per_rank"_a, "per_node"_a, "per_expert"_a, "in_rank"_a,
+            "get_dispatch_layout's counting. topk_idx: address of contiguous [tokens, topk] ids of index_bytes (4 or "
+            "8) "
+            "each. Writes i32[R] at per_rank, i32[RR] at per_node (0: leave out), i32[E] at per_expert and "
+            "bool[tokens, "
+            "R] at in_rank, every element. expert_first has R + 1 entries: rank r owns experts [first[r], first[r+1]). "
+            "-1 is no expert. Raises InvalidArgumentError naming token, slot and value for any other id outside [0, "
+            "E); "
+            "outputs are then unspecified.")
+        .def_static(
+            "extent_bytes", &extent_bytes, "kind"_a, "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a,
+            "has_weights"_a,
+            "Bytes of the extent that a 'dispatch' receiving `rows` rows needs (topk 0: without ids), or that a "
+            "'combine' of `rows` rows needs where x and the weights are not in the data region.")
         .def("progress", &progress_rows,
              "list[dict], one row per peer as of the last failed call: rank, notified, rows_expected, rows_arrived, "
              "chunks_to_send, chunks_sent, chunks_credited, missing (str).")
-        .def("wake", &PyExchange::wake, "Rings this rank's own doorbell: a waiting call looks around once. Any thread.");
+        .def("wake", &PyExchange::wake,
+             "Rings this rank's own doorbell: a waiting call looks around once. Any thread.");
 }
 
 }  // namespace expertwire

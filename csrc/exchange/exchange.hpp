@@ -1,13 +1,15 @@
 // The high-throughput exchange as a state machine without a clock, a thread or a network (DESIGN "One token, high
 // throughput"): the caller steps it, the simulation steps it, words arrive in memory, rows and puts leave.
 //
-// An Exchange is one rank's standing side; an Operation is one dispatch or combine on it. Operations of one Exchange come
-// one after the other, in the same order on every rank.
+// An Exchange is one rank's standing side; an Operation is one dispatch or combine on it. Operations of one Exchange
+// come one after the other, in the same order on every rank.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,32 +26,32 @@ struct DispatchRequest {
     const std::byte* x = nullptr;  // [tokens][row_bytes]
     std::uint64_t tokens = 0;
     std::uint64_t row_bytes = 0;
-    const std::uint8_t* in_rank = nullptr;       // bool[tokens][ranks]; unused with a handle
-    const std::byte* topk_idx = nullptr;         // [tokens][topk] of index_bytes each, global ids, -1 none; may be null
-    std::uint32_t index_bytes = 8;               // 4 or 8
-    std::uint32_t topk = 0;                      // 0 without topk_idx
-    const float* topk_weights = nullptr;         // [tokens][topk]; may be null
-    const std::int32_t* per_rank = nullptr;      // i32[ranks], i32[nodes], i32[num_experts]: the caller's counts, checked
-    const std::int32_t* per_node = nullptr;      // against in_rank and topk_idx; null: counted here
+    const std::uint8_t* in_rank = nullptr;   // bool[tokens][ranks]; unused with a handle
+    const std::byte* topk_idx = nullptr;     // [tokens][topk] of index_bytes each, global ids, -1 none; may be null
+    std::uint32_t index_bytes = 8;           // 4 or 8
+    std::uint32_t topk = 0;                  // 0 without topk_idx
+    const float* topk_weights = nullptr;     // [tokens][topk]; may be null
+    const std::int32_t* per_rank = nullptr;  // i32[ranks], i32[nodes], i32[num_experts]: the caller's counts, checked
+    const std::int32_t* per_node = nullptr;  // against in_rank and topk_idx; null: counted here
     const std::int32_t* per_expert = nullptr;
     std::uint64_t num_experts = 0;
-    std::vector<std::uint64_t> expert_first;     // [ranks + 1]: rank r owns [first[r], first[r + 1]); empty with a handle
-    std::shared_ptr<const Handle> handle;        // repeat this routing
-    std::uint64_t offer_offset = 0;              // where in my data region rows shall land, a multiple of 64
-    std::uint64_t offer_capacity = 0;            // bytes
+    std::vector<std::uint64_t> expert_first;  // [ranks + 1]: rank r owns [first[r], first[r + 1]); empty with a handle
+    std::shared_ptr<const Handle> handle;     // repeat this routing
+    std::uint64_t offer_offset = 0;           // where in my data region rows shall land, a multiple of 64
+    std::uint64_t offer_capacity = 0;         // bytes
 };
 
 // Combine: what came by `handle` goes back, summed. A null pointer is an absent tensor.
 struct CombineRequest {
-    const std::byte* x = nullptr;    // bf16 [rows][row_bytes / 2]
-    std::uint64_t rows = 0;          // the handle's received total
+    const std::byte* x = nullptr;  // bf16 [rows][row_bytes / 2]
+    std::uint64_t rows = 0;        // the handle's received total
     std::uint64_t row_bytes = 0;
-    const float* weights = nullptr;  // f32[rows][topk]
-    std::uint32_t topk = 0;          // 0 without weights
+    const float* weights = nullptr;    // f32[rows][topk]
+    std::uint32_t topk = 0;            // 0 without weights
     const std::byte* bias0 = nullptr;  // bf16 [tokens][row_bytes / 2]
     const std::byte* bias1 = nullptr;
-    std::byte* out = nullptr;        // bf16 [tokens][row_bytes / 2]
-    float* out_weights = nullptr;    // f32[tokens][topk]
+    std::byte* out = nullptr;      // bf16 [tokens][row_bytes / 2]
+    float* out_weights = nullptr;  // f32[tokens][topk]
     std::shared_ptr<const Handle> handle;
     std::uint64_t offer_offset = 0;    // where x is copied to unless it lies in my data region already
     std::uint64_t offer_capacity = 0;  // bytes
@@ -61,7 +63,8 @@ enum class Step : std::uint8_t { progressed, waiting, done, failed };
 enum class Phase : std::uint8_t { notify = 1, exchange, drain, done, failed };
 const char* phase_name(Phase phase);
 
-enum class FailureReason : std::uint8_t { none, mismatch, capacity, put };
+// `protocol`: a chunk is not what its ring must hold next: memory was overwritten, or the peer runs other code.
+enum class FailureReason : std::uint8_t { none, mismatch, capacity, put, protocol };
 
 struct Failure {
     FailureReason reason = FailureReason::none;
@@ -73,16 +76,27 @@ struct Failure {
 // One row per peer for the message of a wait that ran out (SPEC E8). Counts are rows unless named otherwise.
 struct PeerProgress {
     std::uint32_t rank = 0;
-    bool notified = false;              // its notify of this epoch is here
-    std::uint64_t rows_expected = 0;    // dispatch: from it to me; combine: sums of its node for my tokens, if it sends them
+    bool notified = false;            // its notify of this epoch is here
+    std::uint64_t rows_expected = 0;  // from it to me; of another node's entry in a combine: its node's sums
     std::uint64_t rows_arrived = 0;
-    std::uint64_t chunks_to_send = 0;   // through the fabric, to it
+    std::uint64_t chunks_to_send = 0;  // through the fabric, to it
     std::uint64_t chunks_sent = 0;
     std::uint64_t chunks_credited = 0;  // that it has consumed
     std::string missing;                // what is waited for from it, empty when nothing
 };
 
 class Exchange;
+
+// Words of a rank of another node that this rank adds to; it is their only writer.
+enum class RemoteWord : std::uint8_t {
+    notified_even = 0,
+    notified_odd,
+    arrived_inner,  // it is my entry: chunks of my dispatch
+    arrived_outer,  // I am its entry: chunks of its combine
+    credit_outer,   // I am its entry: chunks of its dispatch that I consumed
+    credit_inner,   // it is my entry: chunks of my combine that I consumed
+};
+constexpr std::size_t kRemoteWords = 6;
 
 class Operation {
   public:
@@ -91,8 +105,8 @@ class Operation {
     Operation& operator=(const Operation&) = delete;
 
     // Moves at most about `budget` bytes of whatever can move and returns. Never blocks. After done or failed it does
-    // nothing. `failed` by mismatch or capacity leaves the exchange usable (every rank fails the same way and no row has
-    // left); any other failure does not.
+    // nothing. `failed` by mismatch or capacity leaves the exchange usable (every rank fails the same way and no row
+    // has left); any other failure does not.
     Step step(std::uint64_t budget);
 
     Kind kind() const { return kind_; }
@@ -100,45 +114,48 @@ class Operation {
     Phase phase() const { return phase_; }
     const Failure& failure() const { return failure_; }
     std::vector<PeerProgress> progress() const;
+    virtual std::uint64_t chunks_sent() const = 0;  // through the fabric, to all ranks
 
   protected:
-    Operation(Exchange& exchange, Kind kind);
+    Operation(Exchange& exchange, Kind kind, std::shared_ptr<const Handle> handle);
 
     // What the two kinds fill in.
-    virtual void begin() = 0;                             // all notifies agree: offsets are known
-    virtual std::uint64_t capacity_needed(std::uint32_t rank) const = 0;  // bytes of the extent that the rank offered
-    virtual std::uint64_t move(std::uint64_t budget) = 0;  // bytes moved (or 1 for a word); 0: nothing could move
-    virtual bool rows_done() const = 0;                    // exchange → drain
-    virtual bool drained() const = 0;                      // drain → done
+    virtual std::uint64_t needed(std::uint32_t rank) const = 0;  // bytes of the extent that the rank offered
+    virtual void begin() = 0;                                    // all notifies agree: every offset is known
+    virtual std::uint64_t move(std::uint64_t budget) = 0;        // bytes moved, ≥ 1 if anything happened
+    virtual bool rows_done() const = 0;                          // exchange → drain
+    virtual bool drained() = 0;                                  // drain → done; puts of mine included
     virtual void describe(PeerProgress& row) const = 0;
 
-    void fail(Failure failure);
-    void send_notify(const NotifyHeader& header, const std::vector<std::uint32_t>& per_rank,
-                     const std::vector<std::uint32_t>& per_node, const std::int32_t* per_expert,
-                     const std::vector<std::uint64_t>& expert_first);
-    const NotifyHeader& notify(std::uint32_t source) const;       // valid once the notifies are here
-    const std::uint32_t* notify_counts(std::uint32_t source) const;  // per rank, per node, per local expert
+    void fail(FailureReason reason, std::uint32_t rank, std::string text, Status status = Status::ok);
+    void send_notify(NotifyHeader header, const std::uint32_t* per_rank, const std::uint32_t* per_node,
+                     const std::int32_t* per_expert, const std::vector<std::uint64_t>& expert_first);
+    const NotifyHeader& notify(std::uint32_t source) const;          // of this epoch, valid once begin() is called
+    const std::uint32_t* notify_counts(std::uint32_t source) const;  // per rank, per node, per local expert of mine
 
     // Words of this epoch.
     std::uint32_t count_at(std::uint64_t word_offset) const;  // in my control region; 0 while it is of an older epoch
-    void publish(std::uint32_t rank, std::uint64_t word_offset, std::uint32_t count);  // to a rank of my node
+    void publish(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t count);  // to a rank of my node
+    std::byte* control_of(std::uint32_t rank) const;
 
     Exchange& exchange_;
     const Kind kind_;
     const std::uint64_t epoch_;
+    const std::shared_ptr<const Handle> handle_;  // given; null for a dispatch that makes one
     Phase phase_ = Phase::notify;
     Failure failure_;
 
   private:
-    friend class Ring;
-    bool post_notifies();
+    Step step_notify();
+    bool post_notifies();  // true if one was taken
     bool notifies_here();
     bool agree();
-    bool puts_ended();
+    bool check_capacity();
+    bool notifies_ended();
 
-    std::vector<std::uint32_t> remote_left_;  // ranks of other nodes whose notify is still to be posted
-    std::vector<Ticket> tickets_;             // of notifies
-    std::uint32_t notified_ = 0;              // sources whose notify has been seen, ascending
+    std::vector<std::uint32_t> unsent_;  // ranks of other nodes whose notify is still to be put
+    std::vector<Ticket> tickets_;        // of notifies under way
+    std::uint32_t notified_ = 0;         // ranks below this have been heard in this epoch
 };
 
 class Dispatch;
@@ -150,8 +167,8 @@ class Exchange {
     Exchange(const Shape& shape, Port& port, std::uint64_t data_bytes);
     ~Exchange();
 
-    // Null and `error` filled: an argument cannot be used; nothing was started. Else the caller steps the operation to its
-    // end before it starts another.
+    // Null and `error` filled: an argument cannot be used; nothing was started. Else the caller steps the operation to
+    // its end before it starts another.
     std::unique_ptr<Dispatch> dispatch(const DispatchRequest& request, std::string& error);
     std::unique_ptr<Combine> combine(const CombineRequest& request, std::string& error);
 
@@ -160,23 +177,28 @@ class Exchange {
     const NodeTable& nodes() const { return layout_.shape().nodes; }
     std::uint32_t rank() const { return layout_.shape().rank; }
     std::uint32_t node() const { return nodes().node_of(rank()); }
-    std::uint64_t id() const { return id_; }
-    Port& port() { return port_; }
+    Port& port() const { return port_; }
+    const RankMemory& mine() const { return port_.memory()[rank()]; }
     std::uint64_t data_bytes() const { return data_bytes_; }
+
+    // Put bytes or nothing and bring a remote word to `value`, by adding what it lacks. False/none: would block.
+    std::optional<Ticket> put(Port::Put put, RemoteWord word, std::uint64_t word_offset, std::uint64_t value);
+    bool raise(std::uint32_t rank, RemoteWord word, std::uint64_t word_offset, std::uint64_t value);
+    const std::shared_ptr<const char>& identity() const { return identity_; }
 
   private:
     friend class Operation;
-    friend class Ring;
 
-    // A remote word is reached by adding; its writer is alone and so knows what it holds (once all adds have landed).
-    std::uint64_t delta(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t value);
+    std::string extent_error(std::uint64_t offset, std::uint64_t capacity) const;
+    std::string handle_error(const std::shared_ptr<const Handle>& handle) const;
+    std::shared_ptr<Handle> make_handle(const DispatchRequest& request, std::string& error) const;
 
     Layout layout_;
     Port& port_;
     std::uint64_t data_bytes_;
-    std::uint64_t id_;
+    std::shared_ptr<const char> identity_;
     std::uint64_t epoch_ = 0;
-    std::vector<std::vector<std::uint64_t>> remote_words_;  // [rank][word]: what I have added up there
+    std::vector<std::array<std::uint64_t, kRemoteWords>> remote_words_;  // [rank]: what I have added up there
 };
 
 }  // namespace expertwire::exchange

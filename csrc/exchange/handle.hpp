@@ -14,11 +14,11 @@ struct Handle {
     std::uint32_t rank = 0;
     std::uint32_t ranks = 0;
     std::uint32_t nodes = 0;
-    std::uint64_t tokens = 0;                          // of this rank
-    std::vector<std::uint32_t> matrix;                 // [source * ranks + destination]: rows
-    std::vector<std::uint32_t> node_matrix;            // [source * nodes + node]: distinct rows
-    std::vector<std::uint8_t> in_rank;                 // [token * ranks + rank] of this rank's tokens
-    std::vector<std::vector<std::uint64_t>> masks;     // [source][row * mask_words]: rows that entered my node through me
+    std::uint64_t tokens = 0;                       // of this rank
+    std::vector<std::uint32_t> matrix;              // [source * ranks + destination]: rows
+    std::vector<std::uint32_t> node_matrix;         // [source * nodes + node]: distinct rows
+    std::vector<std::uint8_t> in_rank;              // [token * ranks + rank] of this rank's tokens
+    std::vector<std::vector<std::uint64_t>> masks;  // [source][row * mask_words]: rows that entered my node through me
 
     std::uint32_t rows(std::uint32_t source, std::uint32_t destination) const {
         return matrix[std::size_t{source} * ranks + destination];

@@ -49,8 +49,8 @@ std::string shape_error(const Shape& shape) {
 std::string expert_first_error(const std::vector<std::uint64_t>& expert_first, std::uint64_t ranks,
                                std::uint64_t num_experts) {
     if (expert_first.size() != ranks + 1) {
-        return "expert_first has " + std::to_string(expert_first.size()) + " entries, must have ranks + 1 = " +
-               std::to_string(ranks + 1);
+        return "expert_first has " + std::to_string(expert_first.size()) +
+               " entries, must have ranks + 1 = " + std::to_string(ranks + 1);
     }
     if (expert_first.front() != 0 || expert_first.back() != num_experts ||
         !std::is_sorted(expert_first.begin(), expert_first.end())) {
@@ -71,8 +71,8 @@ NodeTable::NodeTable(std::vector<std::uint32_t> node_of) : node_of_(std::move(no
 Layout::Layout(const Shape& shape) : shape_(shape) {
     const NodeTable& nodes = shape_.nodes;
     const std::uint64_t ranks = nodes.ranks();
-    notify_bytes_ = align_up(sizeof(NotifyHeader) +
-                             (ranks + nodes.nodes() + shape_.local_experts_max) * sizeof(std::uint32_t));
+    notify_bytes_ =
+        align_up(sizeof(NotifyHeader) + (ranks + nodes.nodes() + shape_.local_experts_max) * sizeof(std::uint32_t));
     notify_in_ = align_up(word(7 * ranks + 2 * nodes.nodes()));
     notify_out_ = notify_in_ + 2 * ranks * notify_bytes_;
     control_bytes_ = notify_out_ + ranks * notify_bytes_;
@@ -104,7 +104,9 @@ std::uint64_t Layout::credit_inner(std::uint32_t home) const {
 std::uint64_t Layout::done(std::uint32_t source) const {
     return word(4 * std::uint64_t{shape_.nodes.ranks()} + source);
 }
-std::uint64_t Layout::ready(std::uint32_t peer) const { return word(5 * std::uint64_t{shape_.nodes.ranks()} + peer); }
+std::uint64_t Layout::ready(std::uint32_t peer) const {
+    return word(5 * std::uint64_t{shape_.nodes.ranks()} + peer);
+}
 std::uint64_t Layout::read_done(std::uint32_t peer) const {
     return word(6 * std::uint64_t{shape_.nodes.ranks()} + peer);
 }
@@ -118,7 +120,9 @@ std::uint64_t Layout::credit_outer(std::uint32_t node) const {
 std::uint64_t Layout::notify_in(std::uint32_t parity, std::uint32_t source) const {
     return notify_in_ + (std::uint64_t{parity} * shape_.nodes.ranks() + source) * notify_bytes_;
 }
-std::uint64_t Layout::notify_out(std::uint32_t to) const { return notify_out_ + to * notify_bytes_; }
+std::uint64_t Layout::notify_out(std::uint32_t to) const {
+    return notify_out_ + to * notify_bytes_;
+}
 
 std::uint64_t Layout::outer_slot(std::uint32_t rank, std::uint32_t node, std::uint64_t chunk) const {
     const std::uint64_t ring = node < shape_.nodes.node_of(rank) ? node : node - 1;
@@ -166,8 +170,8 @@ ChunkShape largest(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint3
 
 }  // namespace
 
-ChunkShape dispatch_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words, std::uint32_t topk,
-                          std::uint32_t index_bytes, bool has_weights) {
+ChunkShape dispatch_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words,
+                          std::uint32_t topk, std::uint32_t index_bytes, bool has_weights) {
     return largest(slot_bytes, row_bytes, mask_words, topk, index_bytes, has_weights);
 }
 

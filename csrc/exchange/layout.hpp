@@ -1,5 +1,5 @@
-// Where everything lies in a rank's three regions: pure functions of the shape, the same arithmetic on every rank, so that
-// a writer knows the target's offsets without being told (ep/plan.py mirrors them). All offsets are 64-bit bytes.
+// Where everything lies in a rank's three regions: pure functions of the shape, the same arithmetic on every rank, so
+// that a writer knows the target's offsets without being told (ep/plan.py mirrors them). All offsets are 64-bit bytes.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,12 @@ namespace expertwire::exchange {
 
 constexpr std::uint64_t kAlignment = 64;  // of every array that starts inside a region: one cache line
 
-constexpr std::uint64_t align_up(std::uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr std::uint64_t align_up(std::uint64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
-// Which rank is where (SPEC E9): a table, never a division. Nodes are numbered 0…RR-1 without a gap; the ranks of a node
-// need not be neighbours.
+// Which rank is where (SPEC E9): a table, never a division. Nodes are numbered 0…RR-1 without a gap; the ranks of a
+// node need not be neighbours.
 class NodeTable {
   public:
     NodeTable() = default;
@@ -53,9 +55,9 @@ std::string shape_error(const Shape& shape);
 std::string expert_first_error(const std::vector<std::uint64_t>& expert_first, std::uint64_t ranks,
                                std::uint64_t num_experts);
 
-// Rows travel in rings. There is one ring for each pair (rank s, node b that s is not in); its outer half lies at s, its
-// inner half at entry(s, b). A dispatch moves chunks from the outer half to the inner, a combine from the inner to the
-// outer; no operation begins before every rank has ended the one before, so both directions share the memory.
+// Rows travel in rings. There is one ring for each pair (rank s, node b that s is not in); its outer half lies at s,
+// its inner half at entry(s, b). A dispatch moves chunks from the outer half to the inner, a combine from the inner to
+// the outer; no operation begins before every rank has ended the one before, so both directions share the memory.
 class Layout {
   public:
     Layout() = default;
@@ -97,8 +99,8 @@ class Layout {
     std::vector<std::uint32_t> inner_count_;  // [rank]
 };
 
-// What a rank says to every rank at the start of every operation. Counts follow: rows per rank u32[R], distinct rows per
-// node u32[RR], rows per local expert of the receiver u32[local_experts_max].
+// What a rank says to every rank at the start of every operation. Counts follow: rows per rank u32[R], distinct rows
+// per node u32[RR], rows per local expert of the receiver u32[local_experts_max].
 struct NotifyHeader {
     std::uint32_t magic = 0;
     std::uint32_t operation = 0;  // Kind
@@ -139,9 +141,13 @@ struct ChunkShape {
     std::uint64_t bytes(std::uint32_t count, std::uint64_t row_bytes) const { return rows + count * row_bytes; }
 };
 
-ChunkShape dispatch_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words, std::uint32_t topk,
-                          std::uint32_t index_bytes, bool has_weights);
+ChunkShape dispatch_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words,
+                          std::uint32_t topk, std::uint32_t index_bytes, bool has_weights);
 ChunkShape combine_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t topk, bool has_weights);
+
+constexpr std::uint64_t chunks_for(std::uint64_t rows, std::uint32_t capacity) {
+    return (rows + capacity - 1) / capacity;
+}
 
 // What a rank receives, inside the extent that it offered.
 struct Extent {

@@ -28,8 +28,9 @@ class Port {
     // My own regions and those of the ranks of my node, indexed by rank.
     virtual const std::vector<RankMemory>& memory() const = 0;
 
-    // Write my region's bytes into the rank's region, then add `delta` to the 64-bit word at `word_offset` of the rank's
-    // control region once they are *delivered* (a gated signal, scope request). nullopt: would block, nothing was taken.
+    // Write my region's bytes into the rank's region, then add `delta` to the 64-bit word at `word_offset` of the
+    // rank's control region once they are *delivered* (a gated signal, scope request). nullopt: would block, nothing
+    // was taken.
     struct Put {
         std::uint32_t rank = 0;
         Region from = Region::staging;

@@ -1,5 +1,5 @@
-// Ordered sums of bf16 rows. One kernel, written once over a vector type and compiled for each instruction set; every lane
-// does the same IEEE operations in the same order, so all variants give the same bits (-ffp-contract=off).
+// Ordered sums of bf16 rows. One kernel, written once over a vector type and compiled for each instruction set; every
+// lane does the same IEEE operations in the same order, so all variants give the same bits (-ffp-contract=off).
 #include <cstring>
 
 #include "rows/rows.hpp"
@@ -140,8 +140,7 @@ EXPERTWIRE_AVX512 __m256i round_avx512(__m512 value) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
     const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(
-        _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), nan, _mm512_set1_epi32(0x7FC0)));
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), nan, _mm512_set1_epi32(0x7FC0)));
 }
 
 EXPERTWIRE_AVX512 void add_line_avx512(__m512 (&to)[2], const std::byte* at) {

@@ -1,5 +1,5 @@
-// What is done to rows of bytes and of bf16: copies, ordered sums, counting. Pure functions without threads or state, the
-// widest vectors that this machine has, the same bits on every machine.
+// What is done to rows of bytes and of bf16: copies, ordered sums, counting. Pure functions without threads or state,
+// the widest vectors that this machine has, the same bits on every machine.
 #pragma once
 
 #include <cstddef>

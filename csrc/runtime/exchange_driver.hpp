@@ -14,12 +14,13 @@ namespace expertwire::runtime {
 
 class ExchangeDriver final : public exchange::Port {
   public:
-    // The context has regions "control", "staging" and "data", mapped for the ranks of `shape`'s node and announced by all
-    // others. [control]: throws Failure when one is missing or too small, with both numbers.
+    // The context has regions "control", "staging" and "data", mapped for the ranks of `shape`'s node and announced by
+    // all others. [control]: throws Failure when one is missing or too small, with both numbers.
     ExchangeDriver(Context& context, const exchange::Shape& shape);
 
-    // Steps the operation until it has ended, a peer is dead, or the deadline. `interrupted` is asked every ≤ 50 ms with
-    // no lock held and may throw; the exchange cannot be used again then. Throws Failure with the table of SPEC E8.
+    // Steps the operation until it has ended, a peer is dead, or the deadline. `interrupted` is asked every ≤ 50 ms
+    // with no lock held and may throw; the exchange cannot be used again then. Throws Failure with the table of SPEC
+    // E8.
     void run(exchange::Operation& operation, TimeNs timeout_ns, const std::function<void()>& interrupted);
 
     // Empty, or why no further operation can run: an earlier one was abandoned while rows were under way.
@@ -40,14 +41,25 @@ class ExchangeDriver final : public exchange::Port {
         RemoteRegionId data;
         QueuePairId queue_pair;
     };
-    enum class Turn : std::uint8_t { progressed, waiting, ended };
+    // Why nothing can be submitted to a rank any more.
+    struct Refusal {
+        std::uint32_t rank = 0;
+        Status status = Status::ok;
+    };
 
-    Turn turn(exchange::Operation& operation);
-    void sleep(std::uint32_t seen, TimeNs deadline_ns);
-    void conclude(exchange::Operation& operation);
+    void open_memory(std::uint32_t rank, const exchange::Layout& layout);
+    bool turn(exchange::Operation& operation, exchange::Step& step);
+    void look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns);
+    void publish(const exchange::Operation& operation);
+    Ticket submitted(std::uint32_t rank, const Engine::Submitted& result);
+    void conclude(const exchange::Operation& operation, const exchange::Failure& failure);
     [[noreturn]] void fail_peer(const exchange::Operation& operation, const Fault& fault);
     [[noreturn]] void fail_deadline(const exchange::Operation& operation, TimeNs timeout_ns);
+    [[noreturn]] void fail_put(const exchange::Operation& operation, std::uint32_t rank, Status status,
+                               const std::string& text);
+    std::string where(const exchange::Operation& operation) const;
     std::string table(const exchange::Operation& operation) const;
+    std::string peer_state(const exchange::Operation& operation, std::uint32_t rank) const;
 
     Context& context_;
     const exchange::Shape shape_;
@@ -57,9 +69,9 @@ class ExchangeDriver final : public exchange::Port {
     RegionId staging_;
     RegionId data_;
     std::uint64_t data_bytes_ = 0;
-    std::uint64_t chunk_bytes_max_ = 0;
-    std::uint64_t calls_ = 0;
-    std::vector<ChunkSpec> chunks_;  // scratch of put()
+    std::uint64_t published_epoch_ = 0;  // what the peers were last told
+    std::uint64_t published_phase_ = 0;
+    Refusal refusal_;
     std::string broken_;
 };
 

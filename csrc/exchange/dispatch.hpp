@@ -1,0 +1,118 @@
+// One dispatch: rows of x to the ranks that need them. Within the node straight to their final place, to each other
+// node once, into the ring of its entry rank, which forwards them to their final places there.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "exchange/exchange.hpp"
+#include "exchange/ring.hpp"
+#include "rows/rows.hpp"
+
+namespace expertwire::exchange {
+
+inline std::int64_t load_index(const std::byte* ids, std::uint32_t index_bytes, std::uint64_t at) {
+    if (index_bytes == 4) {
+        std::int32_t narrow;
+        std::memcpy(&narrow, ids + at * sizeof narrow, sizeof narrow);
+        return narrow;
+    }
+    std::int64_t wide;
+    std::memcpy(&wide, ids + at * sizeof wide, sizeof wide);
+    return wide;
+}
+
+class Dispatch final : public Operation {
+  public:
+    // `made`: a handle with this rank's own counts, completed here; null where the request repeats one. Made by
+    // Exchange.
+    Dispatch(Exchange& exchange, const DispatchRequest& request, std::shared_ptr<Handle> made,
+             const std::vector<std::int32_t>& per_expert);
+
+    // Once done (chunks_sent: at any time).
+    std::shared_ptr<const Handle> handle() const { return made_ ? made_ : handle_; }
+    std::uint64_t received() const { return routing_->received(exchange_.rank()); }
+    Extent extent() const;
+    std::uint64_t chunks_sent() const override;
+    std::vector<std::uint64_t> expert_counts() const;  // rows per local expert of mine; empty with a repeated handle
+
+  private:
+    // Where rows land at a rank of my node, by local index.
+    struct Target {
+        std::uint32_t rank = 0;
+        std::byte* rows = nullptr;
+        std::byte* src_idx = nullptr;
+        std::byte* indices = nullptr;
+        std::byte* weights = nullptr;
+        std::int64_t expert_first = 0;
+        std::int64_t expert_end = 0;
+        std::uint64_t next = 0;  // row number for my own next token
+    };
+    struct Outgoing {
+        SendRing ring;
+        std::uint32_t node = 0;
+        ChunkShape chunk;
+        std::uint64_t token = 0;      // next to look at
+        std::uint64_t rows_left = 0;  // not yet packed
+        std::uint32_t packed = 0;     // rows before the open chunk
+        std::uint32_t filled = 0;     // rows in the open chunk
+        std::byte* slot = nullptr;    // of the open chunk
+    };
+    struct Incoming {
+        ReceiveRing ring;
+        std::uint32_t source = 0;
+        std::uint64_t rows_left = 0;
+        std::uint32_t rows_read = 0;       // over all chunks
+        std::uint32_t row = 0;             // next in the chunk at the front
+        std::vector<std::uint64_t> next;   // [local index]: row number at that rank …
+        std::vector<std::uint64_t> limit;  // … which stays below this
+    };
+    // What goes with a row besides its bytes.
+    struct RowMeta {
+        std::uint32_t token = 0;
+        const std::byte* indices = nullptr;  // [topk]
+        const std::byte* weights = nullptr;  // f32[topk]
+    };
+
+    std::uint64_t needed(std::uint32_t rank) const override;
+    void begin() override;
+    std::uint64_t move(std::uint64_t budget) override;
+    bool rows_done() const override;
+    bool drained() override;
+    void describe(PeerProgress& row) const override;
+
+    void complete_handle();
+    void open_targets();
+    void open_rings();
+    std::uint64_t send(std::uint64_t budget);
+    std::uint64_t send_near(std::uint64_t tokens);
+    std::uint64_t pack(Outgoing& out, std::uint64_t tokens);
+    void pack_row(Outgoing& out, const std::uint64_t* mask);
+    void close_chunk(Outgoing& out);
+    std::uint64_t forward(Incoming& in, std::uint64_t budget);
+    bool forward_row(Incoming& in, const std::byte* chunk);
+    bool check_chunk(const Incoming& in, const ChunkHeader& header);
+    void finish_source(std::uint32_t source);
+    void write_meta(const Target& target, std::uint64_t row, const RowMeta& meta) const;
+    void place(const Target& target, std::uint64_t row, const std::byte* from, const RowMeta& meta) const;
+    bool in_node(std::uint64_t token, std::uint32_t node, std::uint64_t* mask) const;
+    bool all_arrived() const;
+
+    const DispatchRequest request_;
+    const std::shared_ptr<Handle> made_;
+    const Handle* routing_;
+    const rows::Store store_;
+    const bool has_weights_;
+    std::vector<Target> targets_;  // [local index]
+    std::vector<Outgoing> outgoing_;
+    std::vector<Incoming> incoming_;
+    std::size_t turn_ = 0;          // which incoming ring goes first
+    std::uint64_t near_token_ = 0;  // next of mine to go to my node
+    bool near_done_ = false;
+    ChunkShape chunk_in_;              // of what arrives: depends on my node's mask
+    std::vector<std::uint64_t> mask_;  // scratch
+};
+
+}  // namespace expertwire::exchange

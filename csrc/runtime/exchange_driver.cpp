@@ -1,0 +1,326 @@
+#include "runtime/exchange_driver.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+
+#include "runtime/clock.hpp"
+
+namespace expertwire::runtime {
+
+namespace {
+
+constexpr std::uint64_t kStepBytes = 256 << 10;  // of copying under the token: some 50 µs
+constexpr TimeNs kTurnNs = 20'000;               // SPEC T13
+constexpr TimeNs kSpinNs = 20'000;               // DESIGN "Waits and cores"
+constexpr TimeNs kSliceNs = 50'000'000;          // Ctrl-C is answered within 100 ms
+constexpr TimeNs kBlameNs = 500'000'000;         // from a failed put to knowing who died
+constexpr TimeNs kSilentNs = 2'000'000'000;      // a heartbeat older than this is called silence
+
+const char* kind_name(const exchange::Operation& operation) {
+    return operation.kind() == exchange::Kind::dispatch ? "dispatch" : "combine";
+}
+
+std::string seconds(TimeNs ns) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(ns) * 1e-9);
+    return text;
+}
+
+std::string region_text(const char* name, std::uint32_t rank, std::uint64_t bytes, std::uint64_t needed) {
+    return "region '" + std::string(name) + "' of rank " + std::to_string(rank) + " has " + std::to_string(bytes) +
+           " bytes, the exchange needs " + std::to_string(needed);
+}
+
+}  // namespace
+
+ExchangeDriver::ExchangeDriver(Context& context, const exchange::Shape& shape)
+    : context_(context), shape_(shape), memory_(shape.nodes.ranks()), remotes_(shape.nodes.ranks()) {
+    if (shape_.nodes.ranks() != context_.size()) {
+        throw Failure(FailureKind::invalid_argument, "node_of has " + std::to_string(shape_.nodes.ranks()) +
+                                                         " ranks but the context has " +
+                                                         std::to_string(context_.size()));
+    }
+    control_ = context_.region("control");
+    staging_ = context_.region("staging");
+    data_ = context_.region("data");
+    data_bytes_ = context_.region_bytes(data_);
+    const exchange::Layout layout(shape_);
+    for (std::uint32_t rank = 0; rank < shape_.nodes.ranks(); ++rank) open_memory(rank, layout);
+}
+
+void ExchangeDriver::open_memory(std::uint32_t rank, const exchange::Layout& layout) {
+    const bool mine = rank == shape_.rank;
+    const bool near = shape_.nodes.node_of(rank) == shape_.nodes.node_of(shape_.rank);
+    const auto check = [&](const char* name, std::uint64_t needed) {
+        const std::uint64_t bytes =
+            mine ? context_.region_bytes(context_.region(name)) : context_.remote_region_bytes(rank, name);
+        if (bytes < needed) throw Failure(FailureKind::capacity, region_text(name, rank, bytes, needed));
+    };
+    check("control", layout.control_bytes());
+    check("staging", layout.staging_bytes(rank));
+    if (near) {
+        memory_[rank] = {context_.peer_memory(rank, "control"), context_.peer_memory(rank, "staging"),
+                         context_.peer_memory(rank, "data")};
+        if (memory_[rank].control == nullptr || memory_[rank].data == nullptr) {
+            throw Failure(FailureKind::state, "the regions of rank " + std::to_string(rank) +
+                                                  ", which is in this rank's node, are not mapped here");
+        }
+    } else {
+        remotes_[rank] = {context_.remote_region(rank, "control"), context_.remote_region(rank, "staging"),
+                          context_.remote_region(rank, "data"), context_.queue_pair(rank)};
+    }
+}
+
+// ---- Port
+
+Ticket ExchangeDriver::submitted(std::uint32_t rank, const Engine::Submitted& result) {
+    if (result.status == Status::ok) return result.request;
+    if (result.status != Status::would_block && refusal_.status == Status::ok) refusal_ = {rank, result.status};
+    return {};
+}
+
+std::optional<Ticket> ExchangeDriver::put(const Put& put) {
+    const Remote& remote = remotes_[put.rank];
+    const std::array<RegionId, 3> from = {control_, staging_, data_};
+    const std::array<RemoteRegionId, 3> to = {remote.control, remote.staging, remote.data};
+    ChunkSpec chunk;
+    chunk.queue_pair = remote.queue_pair;
+    chunk.kind = OpKind::write;
+    chunk.local = from[static_cast<std::size_t>(put.from)];
+    chunk.local_offset = put.from_offset;
+    chunk.remote = to[static_cast<std::size_t>(put.to)];
+    chunk.remote_offset = put.to_offset;
+    chunk.bytes = put.bytes;
+    ControlSpec signal;
+    signal.kind = OpKind::signal;
+    signal.scope = Scope::request;
+    signal.queue_pair = remote.queue_pair;
+    signal.remote = remote.control;
+    signal.remote_offset = put.word_offset;
+    signal.operand = put.delta;
+    const Ticket ticket =
+        submitted(put.rank, context_.submit_held(put.rank, {&chunk, 1}, {&signal, 1}, Level::delivered));
+    if (!ticket.valid()) return std::nullopt;
+    return ticket;
+}
+
+bool ExchangeDriver::add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) {
+    ControlSpec signal;
+    signal.kind = OpKind::signal;
+    signal.scope = Scope::request;
+    signal.queue_pair = remotes_[rank].queue_pair;
+    signal.remote = remotes_[rank].control;
+    signal.remote_offset = word_offset;
+    signal.operand = delta;
+    const Ticket ticket = submitted(rank, context_.submit_held(rank, {}, {&signal, 1}, Level::delivered));
+    if (!ticket.valid()) return false;
+    context_.release_held(ticket);  // nobody asks how it ended: a peer that never gets it shows up as a fault
+    return true;
+}
+
+Status ExchangeDriver::status(Ticket ticket) {
+    const Status status = context_.status(ticket);
+    if (status != Status::pending) context_.release_held(ticket);
+    return status;
+}
+
+void ExchangeDriver::wake(std::uint32_t rank) {
+    if (rank != shape_.rank) context_.ring(rank);
+}
+
+// ---- run
+
+namespace {
+
+// While a caller is inside, it drives progress and the progress thread parks.
+class Helping {
+  public:
+    explicit Helping(Context& context) : context_(context) { context_.enter_help(); }
+    ~Helping() {
+        if (inside_) context_.leave_help();
+    }
+    Helping(const Helping&) = delete;
+    Helping& operator=(const Helping&) = delete;
+
+    void sleep(std::uint32_t seen, TimeNs ns) {
+        context_.leave_help();
+        inside_ = false;
+        context_.doorbell().wait(seen, ns);
+        context_.enter_help();
+        inside_ = true;
+    }
+
+  private:
+    Context& context_;
+    bool inside_ = true;
+};
+
+void pause_cpu() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+// One turn of the engine, one step of the operation, and its puts on their way. True: something moved.
+bool ExchangeDriver::turn(exchange::Operation& operation, exchange::Step& step) {
+    const TokenGuard guard(context_, now_ns() + kSliceNs);
+    if (!guard) return false;
+    bool moved = context_.turn_held(kTurnNs);
+    step = operation.step(kStepBytes);
+    if (step == exchange::Step::progressed) {
+        context_.turn_held(kTurnNs);
+        moved = true;
+    }
+    return moved;
+}
+
+void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, const std::function<void()>& interrupted) {
+    const TimeNs deadline = now_ns() + timeout_ns;
+    TimeNs look = now_ns() + kSliceNs;
+    TimeNs idle_since = 0;
+    exchange::Step step = exchange::Step::waiting;
+    // Whatever leaves this function before the operation has ended leaves rows under way.
+    broken_ = std::string("an earlier ") + kind_name(operation) + " (call " + std::to_string(operation.epoch()) +
+              ") did not end; destroy this Buffer and make a new one";
+    refusal_ = {};
+    publish(operation);
+    Helping helping(context_);
+    while (true) {
+        const std::uint32_t seen = context_.doorbell().seen();
+        const bool moved = turn(operation, step);
+        if (step == exchange::Step::done || step == exchange::Step::failed) break;
+        const TimeNs now = now_ns();
+        if (now >= look) {
+            interrupted();
+            look = now + kSliceNs;
+        }
+        if (moved) {
+            idle_since = 0;
+            if (now >= deadline) fail_deadline(operation, timeout_ns);
+            continue;
+        }
+        look_around(operation, deadline, timeout_ns);
+        if (idle_since == 0) idle_since = now;
+        if (context_.may_spin() && now - idle_since < kSpinNs) {
+            pause_cpu();
+            continue;
+        }
+        publish(operation);
+        helping.sleep(seen, std::min(kSliceNs, deadline > now ? deadline - now : 0));
+    }
+    publish(operation);
+    conclude(operation, operation.failure());
+    broken_.clear();
+}
+
+// Nothing moved: is there a reason why nothing ever will?
+void ExchangeDriver::look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns) {
+    if (context_.has_fault()) {
+        const std::optional<Fault> fault = context_.fault();
+        if (fault) fail_peer(operation, *fault);
+    }
+    if (refusal_.status != Status::ok) {
+        fail_put(operation, refusal_.rank, refusal_.status, "nothing can be sent to it");
+    }
+    if (now_ns() >= deadline_ns) fail_deadline(operation, timeout_ns);
+}
+
+void ExchangeDriver::publish(const exchange::Operation& operation) {
+    const std::uint64_t phase = static_cast<std::uint64_t>(operation.phase()) | (operation.chunks_sent() << 8);
+    if (operation.epoch() == published_epoch_ && phase == published_phase_) return;
+    published_epoch_ = operation.epoch();
+    published_phase_ = phase;
+    context_.publish_call(operation.epoch(), phase);
+}
+
+void ExchangeDriver::conclude(const exchange::Operation& operation, const exchange::Failure& failure) {
+    switch (failure.reason) {
+        case exchange::FailureReason::none:
+            return;
+        case exchange::FailureReason::mismatch:
+            broken_.clear();
+            throw Failure(FailureKind::mismatch, failure.text);
+        case exchange::FailureReason::capacity:
+            broken_.clear();
+            throw Failure(FailureKind::capacity, failure.text);
+        case exchange::FailureReason::put:
+            fail_put(operation, failure.rank, failure.status, failure.text);
+        case exchange::FailureReason::protocol:
+            throw Failure(FailureKind::transfer, where(operation) + failure.text);
+    }
+}
+
+// ---- failures (SPEC E8)
+
+std::string ExchangeDriver::where(const exchange::Operation& operation) const {
+    return std::string(kind_name(operation)) + " (call " + std::to_string(operation.epoch()) + ") on rank " +
+           std::to_string(shape_.rank) + ", phase " + exchange::phase_name(operation.phase()) + ": ";
+}
+
+void ExchangeDriver::fail_peer(const exchange::Operation& operation, const Fault& fault) {
+    context_.publish_verdict(fault.rank);
+    std::string text = where(operation) + "rank " + std::to_string(fault.rank) + " is gone: " + fault.why;
+    if (fault.told_by >= 0) text += " (told by rank " + std::to_string(fault.told_by) + ")";
+    throw Failure(FailureKind::peer, text + table(operation), static_cast<std::int32_t>(fault.rank));
+}
+
+// A put that failed is often the first sign of a death that the context is about to name.
+void ExchangeDriver::fail_put(const exchange::Operation& operation, std::uint32_t rank, Status status,
+                              const std::string& text) {
+    const TimeNs until = now_ns() + kBlameNs;
+    while (now_ns() < until) {
+        if (const std::optional<Fault> fault = context_.has_fault() ? context_.fault() : std::nullopt) {
+            fail_peer(operation, *fault);
+        }
+        const std::uint32_t seen = context_.doorbell().seen();
+        context_.turn(kTurnNs);
+        context_.doorbell().wait(seen, kTurnNs * 50);
+    }
+    const std::string message = where(operation) + text + " (rank " + std::to_string(rank) + ", status " +
+                                std::to_string(static_cast<int>(status)) + ")" + table(operation);
+    if (status == Status::peer_dead) {
+        context_.publish_verdict(rank);
+        throw Failure(FailureKind::peer, message, static_cast<std::int32_t>(rank));
+    }
+    throw Failure(FailureKind::transfer, message, static_cast<std::int32_t>(rank));
+}
+
+void ExchangeDriver::fail_deadline(const exchange::Operation& operation, TimeNs timeout_ns) {
+    throw Failure(FailureKind::deadline, where(operation) + "not done after " + seconds(timeout_ns) + table(operation));
+}
+
+// Not in this call, sent but not arrived, or silent.
+std::string ExchangeDriver::peer_state(const exchange::Operation& operation, std::uint32_t rank) const {
+    const PeerPulse pulse = context_.pulse(rank);
+    if (pulse.leaving) return "it has closed its Buffer";
+    if (pulse.age_ns > kSilentNs) return "it is silent: no heartbeat for " + seconds(pulse.age_ns);
+    if (pulse.call_sequence < operation.epoch()) {
+        return "it is not in this call: its last was call " + std::to_string(pulse.call_sequence);
+    }
+    const auto phase = static_cast<exchange::Phase>(pulse.phase & 0xFF);
+    return "it is in call " + std::to_string(pulse.call_sequence) + ", phase " + exchange::phase_name(phase) +
+           ", and has sent " + std::to_string(pulse.phase >> 8) + " chunks over the fabric";
+}
+
+std::string ExchangeDriver::table(const exchange::Operation& operation) const {
+    std::string text;
+    for (const exchange::PeerProgress& peer : operation.progress()) {
+        if (peer.missing.empty()) continue;
+        text += "\n  rank " + std::to_string(peer.rank) + ": waiting for " + peer.missing;
+        if (peer.rows_expected > 0) {
+            text +=
+                ", " + std::to_string(peer.rows_arrived) + " of " + std::to_string(peer.rows_expected) + " rows here";
+        }
+        if (peer.chunks_to_send > 0) {
+            text += ", " + std::to_string(peer.chunks_sent) + " of " + std::to_string(peer.chunks_to_send) +
+                    " chunks sent to it and " + std::to_string(peer.chunks_credited) + " consumed";
+        }
+        if (peer.rank != shape_.rank) text += "; " + peer_state(operation, peer.rank);
+    }
+    return text;
+}
+
+}  // namespace expertwire::runtime
