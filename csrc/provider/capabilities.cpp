@@ -20,6 +20,9 @@ OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettin
         return {OrderingClass::delivery_gated, false,
                 std::move(why) + ", and no delivery-complete (fi_cq(3)): nothing says when a payload is in place"};
     };
+    for (const char* avoided : {"sockets", "udp", "net"}) {
+        if (is(granted.provider, avoided)) return {OrderingClass::delivery_gated, false, "known to misbehave; use tcp"};
+    }
     // A signal overtook its payload here, even when gated on the ordinary completion (DESIGN, measured at 7 and 64
     // KiB).
     if (is(granted.provider, "tcp")) return gated("tcp;ofi_rxm: measured, order of advertised WAW not relied on");

@@ -15,6 +15,7 @@
 #include <optional>
 #include <queue>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "provider/provider.hpp"
@@ -134,7 +135,7 @@ class SimulatedNetwork {
 
   private:
     friend class SimulatedProvider;
-    enum class EventKind : std::uint8_t { deliver = 0, complete_local, complete, deliver_read };
+    enum class EventKind : std::uint8_t { deliver = 0, deliver_read, complete_local, complete, stray };
     struct Event {
         TimeNs at = 0;
         std::uint64_t sequence = 0;
@@ -153,7 +154,9 @@ class SimulatedNetwork {
         PostCommand command;
         Status outcome = Status::ok;
         std::int32_t code = 0;
-        bool captured = false;  // the source's bytes are in `bytes`: its buffer is free again
+        std::uint32_t events = 0;  // scheduled and not applied; the flight ends with the last one
+        bool stuck = false;        // to or from a dead rank: nothing more will happen, its owner is not told
+        bool captured = false;     // the source's bytes are in `bytes`: its buffer is free again
         bool landed = false;
         std::vector<std::byte> bytes;
     };
@@ -172,8 +175,10 @@ class SimulatedNetwork {
     void land(Flight& flight);
     void complete(std::uint32_t index, Level level);
     void add_noise(std::uint32_t rank, const Completion& completion);
+    void stray(std::uint32_t rank, const Completion& completion);
     void capture(Flight& flight);
     void end(std::uint32_t index);
+    void end_or_stick(std::uint32_t index);
     void drop_flights(const std::function<bool(const Flight&)>& which);
     std::uint32_t new_flight();
     void trace(std::uint64_t a, std::uint64_t b, std::uint64_t c);
@@ -198,7 +203,8 @@ class SimulatedNetwork {
     std::vector<std::uint32_t> in_flight_;  // per rank
     std::vector<std::uint32_t> again_left_;
     std::vector<bool> dead_, death_reported_, frozen_;
-    std::vector<Event> held_;  // events of frozen ranks
+    std::vector<Event> held_;                                   // events of frozen ranks
+    std::vector<std::pair<std::uint32_t, Completion>> strays_;  // completions that should not come, by rank
 };
 
 class SimulatedProvider final : public Provider {
