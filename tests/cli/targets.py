@@ -8,6 +8,7 @@ import threading
 
 import torch
 import torch.distributed as dist
+
 from expertwire.cli.launch import Rank
 from expertwire.errors import InvalidArgumentError, PeerError
 

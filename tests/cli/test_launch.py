@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from cli import targets
 from expertwire.cli.launch import RankError, launch
 from expertwire.errors import DeadlineError, InvalidArgumentError

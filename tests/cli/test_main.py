@@ -6,8 +6,9 @@ import argparse
 import importlib
 from types import ModuleType
 
-import expertwire
 import pytest
+
+import expertwire
 from expertwire.cli.main import COMMANDS, main
 from expertwire.cli.report import Exit
 from expertwire.errors import CapacityError, InvalidArgumentError, UnavailableError

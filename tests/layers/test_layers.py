@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from layers.sources import (
     CPP_ROOT,
     PYTHON_ROOT,

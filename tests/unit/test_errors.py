@@ -6,6 +6,7 @@ import inspect
 import pickle
 
 import pytest
+
 from expertwire import errors
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]

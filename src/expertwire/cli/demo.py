@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertwire.cli.report import Exit, Report, RowStatus
+from expertwire.cli.report import Exit, Report, RowStatus, terminal
 from expertwire.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -84,8 +84,6 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 1), ("ranks", 1), ("ranks_per_node", 1)):
         if getattr(args, name) < least:
             raise InvalidArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)}; the least is {least}")
-    from rich.console import Console
-
     from expertwire.cli.bench.ep import Setup, add_rows, complain, title
     from expertwire.cli.progress import RankProgress
     from expertwire.cli.workload import Shape
@@ -114,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     add_rows(report, [outcome.measured for outcome in outcomes], setup)
     add_layer_rows(report, outcomes, diffs)
     report.add("demo_s", round(time.monotonic() - begin, 1), "s")
-    console = Console()
+    console = terminal()
     console.print(table(report, title(setup)))
     console.print(verdict(report, outcomes, diffs, setup))
     complain([outcome.measured for outcome in outcomes])

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import expertwire
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+TABLE_WIDTH = 120
 Label = str | int | float | bool
 
 
@@ -93,22 +95,40 @@ class Report:
         scratch.replace(path)
 
     def table(self, title: str, hide: Iterable[str] = ()) -> Table:
-        """The rows as a table for a terminal; labels that never change are left out, and so is `hide`."""
+        """The rows as a table for a terminal: `low` and `high` as one column, labels that never change and those of `hide` left out."""
         from rich.table import Table
 
-        keys = [key for key in dict.fromkeys(key for row in self.rows for key in row.labels) if key not in set(hide)]
+        left_out = {"low", "high", *hide}
+        keys = [key for key in dict.fromkeys(key for row in self.rows for key in row.labels) if key not in left_out]
         varied = [key for key in keys if len({str(row.labels.get(key, "")) for row in self.rows}) > 1]
         table = Table(title=title, title_justify="left")
         table.add_column("figure")
         table.add_column("value", justify="right")
         table.add_column("unit")
+        spread = any("low" in row.labels for row in self.rows)
+        if spread:
+            table.add_column("low to high", justify="right")
         for key in varied:
             table.add_column(key)
         for row in self.rows:
             style = {RowStatus.OK: "", RowStatus.FAILED: "bold red", RowStatus.SKIPPED: "yellow"}[row.status]
             value = row.status.value if row.value is None else format_value(row.value)
-            table.add_row(row.name, value, row.unit, *(str(row.labels.get(key, "")) for key in varied), style=style)
+            between = [_spread(row)] if spread else []
+            table.add_row(row.name, value, row.unit, *between, *(str(row.labels.get(key, "")) for key in varied), style=style)
         return table
+
+
+def _spread(row: Row) -> str:
+    low, high = row.labels.get("low"), row.labels.get("high")
+    return f"{format_value(float(low))} to {format_value(float(high))}" if low is not None and high is not None else ""
+
+
+def terminal() -> Console:
+    """Where tables go: stdout, wide enough for them where it is a file or a pipe."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=TABLE_WIDTH)
 
 
 def format_value(value: float) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertwire.cli.report import Report, RowStatus
+from expertwire.cli.report import Report, RowStatus, terminal
 from expertwire.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -82,8 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the file."""
-    from rich.console import Console
-
     setup = parse(args)
     report = Report("bench ep", {**asdict(setup), "routing": setup.routing})
     from expertwire.cli.launch import launch
@@ -92,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     with RankProgress(setup.ranks) as progress:
         measured = launch(_rank, (setup,), setup.ranks, on_progress=progress.update)
     add_rows(report, measured, setup)
-    Console().print(report.table(title(setup)))
+    terminal().print(report.table(title(setup)))
     complain(measured)
     report.write(args.json)
     return report.exit_status()
@@ -231,7 +229,7 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
         copied = statistics.median(copies)
         for phase, payload in (("dispatch", received), ("combine", returned)):
             share = copied * payload / received / statistics.median(arms["expertwire"][phase])
-            report.add("copy_utilization", round(share, 3), "of a plain copy", **shape, engine="expertwire", phase=phase)
+            report.add("copy_utilization", round(share, 3), "", **shape, engine="expertwire", phase=phase)
     wire = sum(one.wire_rows for one in measured) * setup.hidden * ROW_BYTES
     report.add("wire_bytes", wire, "B", **shape, engine="expertwire", phase="dispatch")
 

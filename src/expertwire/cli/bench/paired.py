@@ -5,6 +5,7 @@ Every iteration carries other bytes (`variant`), so a row left over from the ite
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -89,8 +90,11 @@ def variant(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def expert_rows(rows: torch.Tensor, rank: int) -> torch.Tensor:
-    """Stands in for the experts of `rank` where only the exchange is measured: anyone can compute it from the row. bf16."""
-    return (rows.float() * (1.0 + rank / 8)).to(rows.dtype)
+    """Stands in for the experts of `rank` where only the exchange is measured: anyone can compute it from the row. bf16.
+
+    It turns and moves with its argument (`variant`), and so does the sum of such rows.
+    """
+    return rows * (1.0 + rank / 8)
 
 
 def ordered_sum(x: torch.Tensor, in_rank: torch.Tensor, node_of: list[int], rank: int) -> torch.Tensor:
@@ -148,8 +152,6 @@ def check_combine(arm: Arm, combined: torch.Tensor, wanted: torch.Tensor) -> lis
 
 def time_copies(rows: torch.Tensor, count: int) -> list[float]:
     """Seconds of plain copies of `rows` into memory that has been touched, all ranks at once."""
-    import time
-
     target = rows.clone()
     seconds = []
     for _ in range(count):
@@ -164,9 +166,10 @@ def measure(rank: Rank, arms: list[Arm], own: Inputs, expected: Expected, node_o
     """Run every arm `warmup + iterations` times, turn about, one payload check after each timed call."""
     samples = {arm.name: Samples(arm.name) for arm in arms}
     total = warmup + iterations
+    plain_sum = ordered_sum(own.x, expected.in_rank, node_of, rank.rank)
     for number in range(total, 0, -1):
         x = variant(own.x, number)
-        wanted = ordered_sum(x, expected.in_rank, node_of, rank.rank)
+        wanted = variant(plain_sum, number)
         for arm in arms if number % 2 else arms[::-1]:
             kept = samples[arm.name]
             dist.barrier()
