@@ -11,7 +11,8 @@ PostResult LibfabricProvider::refuse(Status status) {
 }
 
 std::optional<Status> LibfabricProvider::check_remote(const PostCommand& command) const {
-    if (command.remote.value >= remotes_.size() || !remotes_[command.remote.value].known) return Status::bad_key;
+    if (command.remote.value >= remotes_.size() || remotes_[command.remote.value].state != RemoteRegion::State::known)
+        return Status::bad_key;
     const RemoteRegion& remote = remotes_[command.remote.value];
     if (remote.peer != command.peer) return Status::bad_key;
     const std::uint64_t bytes = command.kind == OpKind::signal ? sizeof(std::uint64_t) : command.bytes;
@@ -56,6 +57,7 @@ PostResult LibfabricProvider::post(const PostCommand& command) {
     context.endpoint = command.endpoint.value;
     context.peer = peers_[command.peer.value].get();
     context.region = nullptr;
+    context.remote = command.kind == OpKind::notification ? RemoteRegionId{} : command.remote;
     switch (command.kind) {
         case OpKind::write:
         case OpKind::read:
@@ -77,6 +79,7 @@ PostResult LibfabricProvider::posted(ssize_t outcome, const PostCommand& command
         ++in_flight_[context.endpoint];
         ++context.peer->in_flight;
         if (context.region != nullptr) ++context.region->in_flight;
+        if (context.remote.valid()) ++remotes_[context.remote.value].in_flight;
         ++counters_.posted;
         return {};
     }

@@ -87,7 +87,9 @@ Status status_of_error(int code);  // a completion's error number, of either sig
 
 inline constexpr std::uint32_t kMessageMagic = 0x31'57'58'45;  // "EXW1"
 
-enum class MessageKind : std::uint8_t { notification = 1, signal, answer };
+// A revocation says that a region is about to go. It is answered once nothing of the sender's is on its way there any
+// more: over tcp a write with a stale key costs the whole connection, and with it what others had in flight.
+enum class MessageKind : std::uint8_t { notification = 1, signal, answer, revocation, revocation_answer };
 
 struct MessageHeader {
     std::uint32_t magic = kMessageMagic;
@@ -96,7 +98,7 @@ struct MessageHeader {
     std::uint16_t reserved = 0;
     std::uint64_t sender = 0;        // instance that sent it: addresses of a dead process may be taken again
     std::uint64_t ticket = 0;        // signal: comes back in its answer
-    std::uint32_t region = 0;        // signal: the target's RegionId and …
+    std::uint32_t region = 0;        // signal, revocation: the target's RegionId and …
     std::uint32_t registration = 0;  // … which registration of it
     std::uint64_t offset = 0;        // bytes
     std::uint64_t operand = 0;

@@ -24,6 +24,7 @@ std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vect
         if (!drain_queue(completions, count, arrivals)) break;
     }
     send_answers();
+    send_notices();
     post_receives();
     return count;
 }
@@ -93,7 +94,13 @@ void LibfabricProvider::complete(OperationContext& context, Status status, int c
         idle_receives_.push_back(context.index);
         return;
     }
+    if (context.role == OperationContext::Role::notice) {
+        context.state = State::idle;
+        free_notices_.push_back(context.index);
+        return;
+    }
     if (context.region != nullptr) --context.region->in_flight;
+    if (context.remote.valid()) --remotes_[context.remote.value].in_flight;
     if (context.bounce != OperationContext::kNone)
         free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
     if (context.state == State::posted_unanswered && status == Status::ok) {
@@ -138,6 +145,15 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
         case MessageKind::answer:
             answer_received(message, completions, count);
             break;
+        case MessageKind::revocation:
+            revoked_there(message);
+            objects_->answers[context.index].message = message;
+            objects_->answers[context.index].message.kind = MessageKind::revocation_answer;
+            held_answers_.push_back(context.index);
+            return;
+        case MessageKind::revocation_answer:
+            revocation_answered(message);
+            break;
         default:
             ++counters_.dropped_messages;
     }
@@ -147,7 +163,9 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
 Status LibfabricProvider::apply_signal(const MessageHeader& message) {
     const auto& regions = objects_->regions;
     if (message.region >= regions.size() || !regions[message.region] ||
-        regions[message.region]->number != message.registration || !regions[message.region]->spec.remote_write) {
+        regions[message.region]->number != message.registration ||
+        regions[message.region]->state != LocalRegion::State::registered ||
+        !regions[message.region]->spec.remote_write) {
         ++counters_.dropped_messages;
         return Status::bad_key;
     }
@@ -184,7 +202,67 @@ void LibfabricProvider::answer_received(const MessageHeader& message, std::span<
     context.state = State::answered;
 }
 
+void LibfabricProvider::revoked_there(const MessageHeader& message) {
+    const PeerId peer = by_instance_.at(message.sender);
+    for (RemoteRegion& remote : remotes_) {
+        const bool same = remote.key.region == message.region && remote.key.registration == message.registration;
+        if (remote.state == RemoteRegion::State::known && remote.peer == peer && same)
+            remote.state = RemoteRegion::State::revoked;
+    }
+}
+
+bool LibfabricProvider::on_its_way(const MessageHeader& revocation) const {
+    const auto peer = by_instance_.find(revocation.sender);
+    return peer != by_instance_.end() && std::any_of(remotes_.begin(), remotes_.end(), [&](const RemoteRegion& remote) {
+               return remote.in_flight != 0 && remote.peer == peer->second && remote.key.region == revocation.region;
+           });
+}
+
+void LibfabricProvider::revocation_answered(const MessageHeader& message) {
+    auto& regions = objects_->regions;
+    if (message.region >= regions.size() || !regions[message.region] ||
+        regions[message.region]->number != message.registration) {
+        ++counters_.dropped_messages;
+        return;
+    }
+    std::erase(regions[message.region]->unanswered, message.sender);
+}
+
+void LibfabricProvider::send_notices() {
+    while (!unsent_notices_.empty() && !free_notices_.empty()) {
+        const auto receiver = by_instance_.find(unsent_notices_.front().sender);
+        if (receiver == by_instance_.end()) {  // removed meanwhile
+            unsent_notices_.pop_front();
+            continue;
+        }
+        OperationContext& notice = objects_->notices[free_notices_.back()];
+        notice.peer = peers_[receiver->second.value].get();
+        notice.message = unsent_notices_.front();
+        notice.message.sender = instance_;
+        notice.endpoint = 0;
+        const ssize_t outcome =
+            fi_send(objects_->endpoints[0].get(), &notice.message, sizeof(notice.message),
+                    descriptor(objects_->notice_registration), address_of(*notice.peer, 0), &notice.fi);
+        if (outcome == -FI_EAGAIN) {  // behind the others: one unreachable peer must not hold them up
+            unsent_notices_.push_back(unsent_notices_.front());
+            unsent_notices_.pop_front();
+            return;
+        }
+        unsent_notices_.pop_front();
+        if (outcome != 0) continue;  // the peer is gone; who removes it ends the wait for its answer
+        free_notices_.pop_back();
+        notice.state = OperationContext::State::posted;
+        ++in_flight_[0];
+        ++notice.peer->in_flight;
+    }
+}
+
 void LibfabricProvider::send_answers() {
+    for (std::size_t index = held_answers_.size(); index-- > 0;) {
+        if (on_its_way(objects_->answers[held_answers_[index]].message)) continue;
+        unsent_answers_.push_back(held_answers_[index]);
+        held_answers_.erase(held_answers_.begin() + static_cast<std::ptrdiff_t>(index));
+    }
     while (!unsent_answers_.empty()) {
         OperationContext& answer = objects_->answers[unsent_answers_.front()];
         const auto sender = by_instance_.find(answer.message.sender);
@@ -198,8 +276,10 @@ void LibfabricProvider::send_answers() {
         const ssize_t outcome =
             fi_send(objects_->endpoints[answer.endpoint].get(), &answer.message, sizeof(answer.message),
                     descriptor(objects_->answer_registration), address_of(*answer.peer, answer.endpoint), &answer.fi);
-        if (outcome == -FI_EAGAIN) {
+        if (outcome == -FI_EAGAIN) {  // behind the others: one unreachable peer must not hold them up
             answer.message.sender = answer.peer->instance;
+            unsent_answers_.push_back(answer.index);
+            unsent_answers_.pop_front();
             return;
         }
         unsent_answers_.pop_front();
@@ -226,7 +306,7 @@ void LibfabricProvider::post_receives() {
 }
 
 bool LibfabricProvider::may_sleep() {
-    if (!objects_ || !immediate_.empty() || !unsent_answers_.empty()) return false;
+    if (!objects_ || !immediate_.empty() || !unsent_answers_.empty() || !unsent_notices_.empty()) return false;
     fid* objects[] = {&objects_->queue->fid};
     return fi_trywait(objects_->fabric.get(), objects, 1) == FI_SUCCESS;
 }

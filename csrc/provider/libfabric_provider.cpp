@@ -104,6 +104,12 @@ ControlResult LibfabricProvider::open_messages() {
     objects_->contexts.resize(options_.slots);
     objects_->receives.resize(receives);
     objects_->answers.resize(receives);
+    objects_->notices.resize(kNotices);
+    for (std::uint32_t index = 0; index < kNotices; ++index) {
+        objects_->notices[index].role = OperationContext::Role::notice;
+        objects_->notices[index].index = index;
+        free_notices_.push_back(index);
+    }
     for (std::uint32_t slot = 0; slot < options_.slots; ++slot) objects_->contexts[slot].index = slot;
     for (std::uint32_t index = 0; index < receives; ++index) {
         for (auto* context : {&objects_->receives[index], &objects_->answers[index]}) {
@@ -123,6 +129,10 @@ ControlResult LibfabricProvider::open_messages() {
         if (result.ok()) {
             result = register_memory(objects_->contexts.data(), bytes_of(objects_->contexts), access,
                                      objects_->context_registration);
+        }
+        if (result.ok()) {
+            result = register_memory(objects_->notices.data(), bytes_of(objects_->notices), access,
+                                     objects_->notice_registration);
         }
         if (result.ok() && receives != 0) {
             result = register_memory(objects_->answers.data(), bytes_of(objects_->answers), access,
@@ -178,12 +188,33 @@ ControlResult LibfabricProvider::deregister_region(RegionId id) {
         return {Status::refused, 0,
                 "region " + number(id.value) + " is in use by " + number(region.in_flight) + " operations"};
     }
+    if (region.state == LocalRegion::State::registered) start_revoking(region, id.value);
+    std::erase_if(region.unanswered, [&](std::uint64_t instance) { return !by_instance_.contains(instance); });
+    if (!region.unanswered.empty()) {
+        return {Status::would_block, 0,
+                "region " + number(id.value) + ": peer " + number(by_instance_.at(region.unanswered[0]).value) +
+                    " has not yet said that nothing of its own is on the way there; poll and call again"};
+    }
     fid_mr* registration = region.registration.get();
     const int code = fi_close(&registration->fid);
     if (code != 0) return failure(*library_, "fi_close(region " + number(id.value) + ")", code);
     region.registration.abandon();  // closed by hand, for the sake of its code
     objects_->regions[id.value].reset();
     return {};
+}
+
+void LibfabricProvider::start_revoking(LocalRegion& region, std::uint32_t id) {
+    region.state = LocalRegion::State::revoking;
+    for (const auto& [instance, peer] : by_instance_) {
+        if (instance == instance_) continue;  // our own operations are finished, or the call would have been refused
+        MessageHeader notice;
+        notice.kind = MessageKind::revocation;
+        notice.sender = instance;
+        notice.region = id;
+        notice.registration = region.number;
+        unsent_notices_.push_back(notice);
+        region.unanswered.push_back(instance);
+    }
 }
 
 std::vector<std::byte> LibfabricProvider::region_key(RegionId id) const {
@@ -262,7 +293,8 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     if (peer.value >= peers_.size() || !peers_[peer.value])
         return invalid("peer " + number(peer.value) + " is not known");
     for (RemoteRegion& region : remotes_) {
-        if (region.known && region.peer == peer) region = {};
+        // What is in flight completes later and is counted down: the number of this entry stays.
+        if (region.peer == peer) region.state = RemoteRegion::State::unknown;
     }
     std::unique_ptr<Peer> entry = std::move(peers_[peer.value]);
     by_instance_.erase(entry->instance);
@@ -287,7 +319,7 @@ ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId i
         return invalid("remote region id " + number(id.value) + " is not below " + number(kIdsMax));
     if (peer.value >= peers_.size() || !peers_[peer.value])
         return invalid("peer " + number(peer.value) + " is not known");
-    RemoteRegion region{.peer = peer, .key = {}, .known = true};
+    RemoteRegion region{.peer = peer, .key = {}, .state = RemoteRegion::State::known, .in_flight = 0};
     if (key.size() != sizeof(region.key)) {
         return invalid("key of a region of peer " + number(peer.value) + ": " + number(key.size()) +
                        " bytes instead of " + number(sizeof(region.key)));
@@ -296,11 +328,12 @@ ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId i
     if (region.key.magic != RegionKey{}.magic)
         return invalid("key of a region of peer " + number(peer.value) + " is not one of this version's");
     if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
-    if (remotes_[id.value].known && remotes_[id.value].peer != peer) {
-        return {Status::refused, 0,
-                "remote region " + number(id.value) + " belongs to peer " + number(remotes_[id.value].peer.value)};
+    RemoteRegion& old = remotes_[id.value];
+    if (old.state != RemoteRegion::State::unknown && old.peer != peer) {
+        return {Status::refused, 0, "remote region " + number(id.value) + " belongs to peer " + number(old.peer.value)};
     }
-    remotes_[id.value] = region;
+    region.in_flight = old.in_flight;
+    old = region;
     return {};
 }
 

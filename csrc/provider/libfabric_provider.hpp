@@ -15,6 +15,8 @@
 
 namespace expertwire::fabric {
 
+inline constexpr std::uint32_t kNotices = 32;  // revocations on their way at one time
+
 struct LocalRegion;
 
 struct Peer {
@@ -26,7 +28,7 @@ struct Peer {
 
 // What libfabric gets as the context of an operation. It owns `fi` from the post until the completion.
 struct OperationContext {
-    enum class Role : std::uint8_t { submission, receive, answer };
+    enum class Role : std::uint8_t { submission, receive, answer, notice };
     enum class State : std::uint8_t {
         idle,
         posted,             // one completion to come
@@ -45,23 +47,28 @@ struct OperationContext {
     Level level = Level::delivered;
     Peer* peer = nullptr;
     LocalRegion* region = nullptr;  // whose bytes it reads or writes here
+    RemoteRegionId remote;          // whose bytes it reads or writes there
     std::uint64_t operand = 0;      // atomic: read by the NIC until the completion
     MessageHeader message;          // emulated signal or answer
     static constexpr std::uint32_t kNone = 0xffff'ffff;
 };
 
 struct LocalRegion {
+    enum class State : std::uint8_t { registered, revoking };
     Handle<fid_mr> registration;
     RegionSpec spec;
     void* descriptor = nullptr;
     std::uint32_t number = 0;  // registrations are numbered, so that a stale key is never taken for a new one
     std::uint32_t in_flight = 0;
+    State state = State::registered;
+    std::vector<std::uint64_t> unanswered;  // revoking: instances of peers that may still write
 };
 
 struct RemoteRegion {
     PeerId peer;
     RegionKey key;
-    bool known = false;
+    enum class State : std::uint8_t { unknown, known, revoked } state = State::unknown;
+    std::uint32_t in_flight = 0;
 };
 
 // Everything that libfabric opened. Members are in the order of opening; reverse order closes them.
@@ -74,8 +81,9 @@ struct Objects {
     std::vector<OperationContext> contexts;  // slots
     std::vector<OperationContext> receives;  // endpoints × receive_buffers
     std::vector<OperationContext> answers;   // one for each receive buffer
-    Handle<fid_mr> message_registration, context_registration, answer_registration;  // MR_LOCAL
-    std::vector<std::unique_ptr<LocalRegion>> regions;                               // by RegionId
+    std::vector<OperationContext> notices;   // kNotices
+    Handle<fid_mr> message_registration, context_registration, answer_registration, notice_registration;  // MR_LOCAL
+    std::vector<std::unique_ptr<LocalRegion>> regions;                                                    // by RegionId
     std::vector<Handle<fid_ep>> endpoints;
 };
 
@@ -134,6 +142,11 @@ class LibfabricProvider final : public Provider {
     Status apply_signal(const MessageHeader& message);
     void answer_received(const MessageHeader& message, std::span<Completion> completions, std::size_t& count);
     void send_answers();
+    void send_notices();
+    void revoked_there(const MessageHeader& message);
+    void revocation_answered(const MessageHeader& message);
+    bool on_its_way(const MessageHeader& revocation) const;
+    void start_revoking(LocalRegion& region, std::uint32_t id);
     void post_receives();
     std::byte* receive_buffer(const OperationContext& context) {
         return objects_->message_memory.data() + std::size_t{context.index} * message_bytes_;
@@ -155,9 +168,13 @@ class LibfabricProvider final : public Provider {
     std::uint64_t next_key_ = 1;
     std::vector<std::uint32_t> in_flight_;  // by endpoint
     std::vector<std::uint32_t> free_bounces_;
-    std::vector<Completion> immediate_;           // of operations without bytes; emptied by the next poll
-    std::vector<std::uint32_t> idle_receives_;    // buffers to post (again)
-    std::deque<std::uint32_t> unsent_answers_;    // receive buffers whose answer waits for room to be sent
+    std::vector<Completion> immediate_;         // of operations without bytes; emptied by the next poll
+    std::vector<std::uint32_t> idle_receives_;  // buffers to post (again)
+    std::deque<std::uint32_t> unsent_answers_;  // receive buffers whose answer waits for room to be sent
+    std::vector<std::uint32_t>
+        held_answers_;  // revocations of regions that operations of ours are still on their way to
+    std::deque<MessageHeader> unsent_notices_;  // revocations; `sender` holds the receiver until they leave
+    std::vector<std::uint32_t> free_notices_;
     std::vector<std::unique_ptr<Peer>> peers_;    // by PeerId
     std::vector<std::unique_ptr<Peer>> retired_;  // removed, with operations still in flight
     std::unordered_map<std::uint64_t, PeerId> by_instance_;

@@ -11,15 +11,12 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
 
 #include "provider/local_provider.hpp"
 
 namespace expertwire {
 namespace local {
 namespace {
-
-constexpr int kRevokeWaitMs = 1000;
 
 std::string number(std::uint64_t value) {
     return std::to_string(value);
@@ -122,18 +119,6 @@ ControlResult LocalProvider::register_region(RegionId id, const RegionSpec& spec
     return {};
 }
 
-// A writer that is stopped in the middle of its copy would write on when it wakes: then the region stays unusable, and
-// its owner is told, rather than memory reused under it.
-bool LocalProvider::revoke(RegionSlot& slot, int wait_ms) const {
-    slot.registration.store(0, std::memory_order_seq_cst);
-    const timespec pause{0, 1'000'000};
-    for (int waited = 0; slot.users.load(std::memory_order_seq_cst) != 0; ++waited) {
-        if (waited == wait_ms) return false;
-        nanosleep(&pause, nullptr);
-    }
-    return true;
-}
-
 ControlResult LocalProvider::deregister_region(RegionId id) {
     if (!open_now()) return {Status::closed, 0, "deregister_region: the provider was closed"};
     if (id.value >= regions_.size() || !regions_[id.value])
@@ -142,11 +127,12 @@ ControlResult LocalProvider::deregister_region(RegionId id) {
     if (region.in_flight != 0)
         return {Status::refused, 0,
                 "region " + number(id.value) + " is in use by " + number(region.in_flight) + " operations"};
-    if (!revoke(mailbox().regions[region.slot], kRevokeWaitMs)) {
-        return {Status::refused, 0,
-                "region " + number(id.value) +
-                    ": a peer stands in the middle of a copy into it (stopped or dead); its key is no longer valid, "
-                    "its memory must be kept"};
+    RegionSlot& slot = mailbox().regions[region.slot];
+    slot.registration.store(0, std::memory_order_seq_cst);
+    // A writer that was stopped in the middle of its copy would write on when it wakes: its memory must not be reused.
+    if (slot.users.load(std::memory_order_seq_cst) != 0) {
+        return {Status::would_block, 0,
+                "region " + number(id.value) + ": a peer stands in the middle of a copy; poll and call again"};
     }
     free_slots_.push_back(region.slot);
     regions_[id.value].reset();
@@ -261,10 +247,9 @@ ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, s
 
 void LocalProvider::close() {
     if (!open_now()) return;
-    if (getpid() == owner_) {         // not in a forked child: the mailbox is its parent's
-        int wait_ms = kRevokeWaitMs;  // for all together: whoever still copies then writes into a file that outlives us
+    if (getpid() == owner_) {  // not in a forked child: the mailbox is its parent's
         for (std::uint32_t slot = 0; slot < options_.regions_max; ++slot) {
-            if (!revoke(mailbox().regions[slot], wait_ms)) wait_ms = 0;
+            mailbox().regions[slot].registration.store(0, std::memory_order_seq_cst);
         }
     }
     copies_.clear();

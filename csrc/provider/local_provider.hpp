@@ -123,7 +123,6 @@ class LocalProvider final : public Provider {
     void advance_copies();
     void finish(const PostCommand& command, Status status);
     void take_datagrams(std::vector<Arrival>& arrivals);
-    bool revoke(RegionSlot& slot, int wait_ms) const;
 
     LocalOptions options_;
     Capabilities capabilities_;

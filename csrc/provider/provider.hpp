@@ -53,6 +53,8 @@ class Provider {
 
     // Control plane (any thread, serialised by the caller with the progress token).
     virtual ControlResult register_region(RegionId id, const RegionSpec& spec) = 0;
+    // Revokes the region's key. `would_block`: a peer may still be writing into it; poll and call again (nothing new is
+    // taken for it meanwhile). `refused`: operations of our own use it.
     virtual ControlResult deregister_region(RegionId id) = 0;
     virtual std::vector<std::byte> address(EndpointId endpoint) const = 0;       // for the bootstrap
     virtual std::vector<std::byte> region_key(RegionId id) const = 0;            // for the bootstrap

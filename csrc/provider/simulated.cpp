@@ -187,7 +187,9 @@ Status SimulatedNetwork::check(std::uint32_t rank, std::uint32_t target, const P
     if (command.remote.value >= from.remotes_.size()) return Status::bad_key;
     const SimulatedProvider::Remote& remote = from.remotes_[command.remote.value];
     if (!remote.known || remote.rank != target) return Status::bad_key;
-    const SimulatedProvider::Registered& region = to.regions_[remote.region.value];
+    static const SimulatedProvider::Registered never;
+    const bool exists = remote.region.value < to.regions_.size();
+    const SimulatedProvider::Registered& region = exists ? to.regions_[remote.region.value] : never;
     if (!region.open || region.generation != remote.generation) {
         note(NetworkFault::stale_region);
         return Status::bad_key;
@@ -319,6 +321,7 @@ void SimulatedNetwork::land(Flight& flight) {
     } else {
         const SimulatedProvider::Remote& remote = provider(flight.source).remotes_[command.remote.value];
         std::byte* to = provider(flight.target).memory(remote.region, command.remote_offset);
+        if (to == nullptr) return;  // a torn write, and the region has gone since
         if (command.kind == OpKind::signal) {
             std::uint64_t word = 0;
             std::memcpy(&word, to, sizeof word);
@@ -420,6 +423,18 @@ std::size_t SimulatedNetwork::touching(std::uint32_t rank, RegionId region, std:
         if (command.kind != OpKind::write && command.kind != OpKind::read) continue;
         if (command.local_offset >= offset + bytes || offset >= command.local_offset + command.bytes) continue;
         count += command.kind == OpKind::write ? !flight.captured : !flight.landed;
+    }
+    return count;
+}
+
+std::size_t SimulatedNetwork::flying(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset,
+                                     std::uint64_t bytes) const {
+    std::size_t count = 0;
+    for (const Flight& flight : flights_) {
+        const PostCommand& command = flight.command;
+        if (!flight.used || flight.source != rank || command.remote != remote) continue;
+        const std::uint64_t size = command.kind == OpKind::signal ? 8 : command.bytes;
+        count += command.remote_offset < offset + bytes && offset < command.remote_offset + size;
     }
     return count;
 }

@@ -131,6 +131,9 @@ class SimulatedNetwork {
     // Operations of `rank` in flight that may still read or write this range of its own memory.
     std::size_t touching(std::uint32_t rank, RegionId region, std::uint64_t offset, std::uint64_t bytes) const;
 
+    // Operations of `rank` that are not over (not landed, or not yet completed) and name this range of a remote region.
+    std::size_t flying(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t bytes) const;
+
     std::function<void(const Landing&)> on_landing;  // called after the bytes were applied
 
   private:
