@@ -9,6 +9,9 @@ import threading
 import torch
 import torch.distributed as dist
 
+from expertwire.cli.bench.arms import GlooArm
+from expertwire.cli.bench.ep import Setup, make_inputs
+from expertwire.cli.bench.paired import check_combine, check_dispatch, expect, expert_rows, ordered_sum, variant
 from expertwire.cli.launch import Rank
 from expertwire.errors import InvalidArgumentError, PeerError
 
@@ -47,3 +50,21 @@ def die_on(rank: Rank, which: int) -> None:
 def hang(rank: Rank) -> None:
     rank.progress(str(os.getpid()), 1, 1)
     threading.Event().wait()
+
+
+def gloo_exchange(rank: Rank, shapes: list[tuple[tuple[int, ...], int, int]]) -> list[str]:
+    """Faults of the baseline over some (tokens by rank, experts, top-k), twice each, since its buffers are kept."""
+    faults: list[str] = []
+    for tokens, experts, topk in shapes:
+        setup = Setup(tuple(range(rank.size)), tokens, 40, experts, topk, "holes", None, ("gloo",), 1, 0, 9)
+        inputs = [make_inputs(setup, source) for source in range(rank.size)]
+        own = inputs[rank.rank]
+        expected = expect(rank.rank, rank.size, experts, inputs.__getitem__)
+        arm = GlooArm(rank.size, experts)
+        for number in (2, 1):
+            received = arm.dispatch(variant(own.x, number), own.topk_idx, own.topk_weights)
+            faults += check_dispatch(received, expected, number)
+            combined = arm.combine(expert_rows(received.rows, rank.rank))
+            total = ordered_sum(own.x, expected.in_rank, [0] * rank.size, rank.rank)
+            faults += check_combine(arm, combined, variant(total, number))
+    return faults
