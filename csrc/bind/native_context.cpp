@@ -183,7 +183,7 @@ std::unique_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, con
         return submitted.status != Status::would_block;
     });
     if (!taken) context.fail_full(rank, timeout_ms);
-    if (submitted.status != Status::ok) context.fail_submit(rank, submitted.status, specs.size(), controls.size());
+    if (submitted.status != Status::ok) context.fail_submit(rank, submitted.status);
     return std::make_unique<PyRequest>(self.context, submitted.request, rank);
 }
 

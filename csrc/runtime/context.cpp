@@ -305,11 +305,14 @@ bool Context::deregister_region(RegionId region, TimeNs until_ns) {
             const ControlGuard guard(state);
             if (state.engine->region_uses(region) == 0) {
                 const ControlResult result = state.provider->deregister_region(region);
-                if (!result.ok())
+                if (result.ok()) {
+                    state.regions[region.value] = RegionRecord{};
+                    return true;
+                }
+                // Peers are being asked whether anything of theirs is on its way: turn, and ask again.
+                if (result.status != Status::would_block && result.status != Status::refused)
                     throw Failure(FailureKind::state,
                                   "region '" + record.name + "' could not be deregistered: " + result.message);
-                state.regions[region.value] = RegionRecord{};
-                return true;
             }
             state.turn(20'000);
         }

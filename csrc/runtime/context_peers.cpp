@@ -1,6 +1,7 @@
 // A context's peers: how they are reached, what they announced, what of them is mapped here.
+#include <sched.h>
+
 #include <algorithm>
-#include <optional>
 
 #include "runtime/context_state.hpp"
 
@@ -164,7 +165,7 @@ void Context::remove_peer(std::uint32_t rank) {
     while (closed == Status::pending && now_ns() < deadline) {
         const ControlGuard guard(state);
         closed = state.engine->close_peer(PeerId{rank}, now_ns());
-        if (closed == Status::pending) state.turn(20'000);
+        if (closed == Status::pending && !state.turn(20'000)) sched_yield();
     }
     if (closed == Status::pending)
         throw Failure(FailureKind::state, rank_text(rank) +

@@ -1,0 +1,7 @@
+"""The native core's classes under one name. Only this room imports the core; importing this module loads it."""
+
+from __future__ import annotations
+
+from expertwire._native import Context, Exchange, ExchangeHandle, Request, status_name
+
+__all__ = ["Context", "Exchange", "ExchangeHandle", "Request", "status_name"]
