@@ -25,7 +25,7 @@ OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettin
     }
     // A signal overtook its payload here, even when gated on the ordinary completion (DESIGN, measured at 7 and 64
     // KiB).
-    if (is(granted.provider, "tcp")) return gated("tcp;ofi_rxm: measured, order of advertised WAW not relied on");
+    if (is(granted.provider, "tcp")) return gated("tcp: overtaking was measured, advertised order is not relied on");
     if (granted.endpoints > 1) return gated("several endpoints: order is per endpoint (fi_endpoint(3), msg_order)");
     const bool order_bit = granted.atomics ? granted.write_after_write : granted.send_after_write;
     const char* bit = granted.atomics ? "FI_ORDER_WAW" : "FI_ORDER_SAW";

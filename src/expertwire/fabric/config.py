@@ -156,6 +156,11 @@ class Settings:
             )
         return settings
 
+    def given(self) -> dict[str, str]:
+        """Variable → value of everything that differs from its default."""
+        pairs = ((item, getattr(self, item.name)) for item in fields(self) if "variable" in item.metadata)
+        return {item.metadata["variable"]: str(value) for item, value in pairs if value != item.default}
+
     def hard_timeout(self) -> int:
         """Milliseconds from a post to its slot's quarantine (SPEC T14)."""
         return self.hard_timeout_ms or 2 * self.timeout_ms

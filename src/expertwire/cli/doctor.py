@@ -1,0 +1,230 @@
+"""Which libraries, providers and interfaces this machine has, which are chosen and why, and what is missing.
+
+Rows of --json: value 1 (there, enough), 0 (missing) or a size, with `found` and `advice` beside it. A row is `failed` only where nothing
+can work without it; what is merely absent is `skipped`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from expertwire.cli.report import Exit, Report, RowStatus, terminal
+from expertwire.errors import ExpertwireError
+
+if TYPE_CHECKING:
+    from expertwire.fabric.config import Settings
+
+UNTESTED = ("cxi", "efa", "verbs")  # no such hardware where this is developed: they follow man pages and getinfo
+MEMLOCK_WANTED = 64 << 20
+FILES_WANTED = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `expertwire doctor`."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--all", action="store_true", help="list every domain of every provider, not one line for each provider")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, print, write; returns the exit status: FAILED only where nothing can run."""
+    report = Report("doctor", {"all": args.all})
+    settings = _settings(report)
+    if settings is not None and _core(report):
+        _library(report, settings)
+        _providers(report, settings, args.all)
+        _interface(report, settings)
+    _machine(report)
+    _memory(report)
+    report.write(args.json)
+    _show(report)
+    return Exit.FAILED if any(row.status is RowStatus.FAILED for row in report.rows) else Exit.OK
+
+
+def _note(
+    report: Report, name: str, value: float | None, found: str, advice: str = "", unit: str = "", bad: RowStatus | None = None
+) -> None:
+    report.add(name, value, unit, bad or RowStatus.OK, found=found, advice=advice)
+
+
+def _settings(report: Report) -> Settings | None:
+    from expertwire.fabric.config import VARIABLES, Settings
+
+    try:
+        settings = Settings.from_environment()
+    except ExpertwireError as error:
+        _note(report, "settings", 0, str(error), "correct or unset the variable", bad=RowStatus.FAILED)
+        return None
+    given = [f"{name}={value}" for name, value in settings.given().items()]
+    _note(report, "settings", len(given), " ".join(given) or "all at their defaults", unit="variables")
+    if settings.unknown:
+        advice = f"nothing reads them; known are {', '.join(sorted(VARIABLES))}"
+        _note(report, "settings_unknown", len(settings.unknown), " ".join(settings.unknown), advice, "variables", RowStatus.SKIPPED)
+    return settings
+
+
+def _core(report: Report) -> bool:
+    from expertwire.fabric import discover
+
+    path = discover.core_path()
+    if not path:
+        advice = "pip install . (needs a C++20 compiler and libfabric-dev)"
+        _note(report, "core", 0, "the native core is not built", advice, bad=RowStatus.FAILED)
+        return False
+    _note(report, "core", 1, path)
+    return True
+
+
+def _library(report: Report, settings: Settings) -> None:
+    from expertwire.fabric import discover
+
+    advice = "apt install libfabric1, or pip install mpich (carries 2.5), or set LIBFABRIC_HOME; without it one host works, hosts do not"
+    try:
+        facts = discover.library_facts(settings)
+    except ExpertwireError as error:
+        _note(report, "libfabric", 0, str(error), advice, bad=RowStatus.FAILED)
+        return
+    if not facts["found"]:
+        _note(report, "libfabric", 0, facts["message"], advice, bad=RowStatus.SKIPPED)
+        return
+    version = ".".join(map(str, facts["version"]))
+    others = [
+        f"{row['path']} ({row['error'] or '.'.join(map(str, row['version']))})" for row in facts["tried"] if row["path"] != facts["path"]
+    ]
+    _note(report, "libfabric", 1, f"{version} at {facts['path']}", f"also looked at {', '.join(others)}" if others else "")
+
+
+def _providers(report: Report, settings: Settings, every: bool) -> None:
+    from expertwire.fabric import discover
+
+    rows = discover.provider_facts(settings) if report.rows[-1].value else []
+    devices = discover.fabric_devices()
+    shown: set[str] = set()
+    for row in rows:
+        core = discover.core_name(row["provider"])
+        if row["provider"] in shown and not every:
+            continue
+        shown.add(row["provider"])
+        where = f" {row['domain']} {row['source_address']}".rstrip() if every else ""
+        _note(
+            report, f"provider {row['provider']}{where}", int(row["usable"]), _traits(row),
+            ("untested here: follows the man pages and getinfo; " if core in UNTESTED else "") + row["why"],
+            bad=None if row["usable"] else RowStatus.SKIPPED,
+        )  # fmt: skip
+    for kind in UNTESTED:
+        if kind not in {discover.core_name(name) for name in shown}:
+            names = [device.name for device in devices if device.kind == kind]
+            advice = f"the library offers no {kind}; use the vendor's (LIBFABRIC_HOME)" if names else "no such device here; untested"
+            _note(report, f"provider {kind}", 0, " ".join(names) or "none", advice, bad=RowStatus.SKIPPED)
+    _note(report, "provider local", 1, "memory of the same host, mapped", "needs no libfabric; serves one host")
+    offered = sorted({discover.core_name(row["provider"]) for row in rows if row["usable"]})
+    choice = discover.explain_provider(settings, devices, offered)
+    device = discover.nearest_device(devices, choice.name, discover.process_numa())
+    _note(report, "provider chosen", 1, choice.name + (f" on {device.name} (NUMA node {device.numa})" if device else ""), choice.why)
+
+
+def _traits(row: dict[str, Any]) -> str:
+    signals = "atomics" if row["remote_atomics"] else "signals as messages"
+    delivery = "delivery-complete" if row["delivery_complete"] else "no delivery-complete"
+    return f"{row['ordering'].replace('_', '-')}, {delivery}, {signals}, {row['transmit_queue']} operations an endpoint"
+
+
+def _interface(report: Report, settings: Settings) -> None:
+    from expertwire.fabric import discover
+
+    for name, hosts in (("interface one host", 1), ("interface several hosts", 2)):
+        try:
+            chosen = discover.choose_interface(settings, hosts)
+        except ExpertwireError as error:
+            _note(report, name, 0, "none", str(error), bad=RowStatus.FAILED if settings.interface else RowStatus.SKIPPED)
+            continue
+        _note(report, name, 1, f"{chosen.name or '-'} {chosen.address}", chosen.why)
+
+
+def _machine(report: Report) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    online = os.cpu_count() or 0
+    _note(
+        report,
+        "cores",
+        len(cores),
+        f"{platform.machine()}, {online} online, cpuset {_ranges(cores)}",
+        "waits spin only with a core for each rank",
+        "cores",
+    )
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    _note(report, "numa_nodes", max(nodes, 1), "from sysfs" if nodes else "sysfs says nothing: one assumed", unit="nodes")
+
+
+def _memory(report: Report) -> None:
+    try:
+        os.close(os.memfd_create("expertwire-doctor", os.MFD_CLOEXEC))
+        _note(report, "memfd", 1, "works", "regions are memfd: no names, no /dev/shm")
+    except OSError as error:
+        _note(report, "memfd", 0, str(error), "a seccomp filter forbids memfd_create: allow it", bad=RowStatus.FAILED)
+    try:
+        status = os.statvfs("/dev/shm")
+        _note(report, "dev_shm", status.f_bavail * status.f_frsize, "free", "not used for regions; libfabric's own shm needs it", "bytes")
+    except OSError as error:
+        _note(report, "dev_shm", 0, str(error), "not used for regions", "bytes", RowStatus.SKIPPED)
+    _limits(report)
+    available = next(
+        (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")), 0
+    )
+    _note(report, "memory_available", available, "MemAvailable", unit="bytes")
+
+
+def _limits(report: Report) -> None:
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unlimited = soft == resource.RLIM_INFINITY
+    enough = unlimited or soft >= MEMLOCK_WANTED
+    advice = "" if enough else "RDMA devices pin memory: raise it (ulimit -l unlimited); tcp does not care"
+    found = "unlimited" if unlimited else "soft limit"
+    _note(report, "memlock", None if unlimited else soft, found, advice, "bytes", None if enough else RowStatus.SKIPPED)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    enough = files >= FILES_WANTED
+    advice = "" if enough else "a rank keeps some descriptors for each peer: raise it (ulimit -n 65536)"
+    _note(report, "open_files", files, "soft limit", advice, "files", None if enough else RowStatus.SKIPPED)
+
+
+def _ranges(cores: list[int]) -> str:
+    """[0, 1, 2, 5] → `0-2,5`."""
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][1] + 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def _show(report: Report) -> None:
+    from rich.table import Table
+
+    table = Table(title="expertwire doctor", title_justify="left", show_lines=False)
+    for title in ("what", "", "found", "why, or what to do"):
+        table.add_column(title, overflow="fold")
+    marks = {RowStatus.OK: "[green]ok[/]", RowStatus.SKIPPED: "[yellow]no[/]", RowStatus.FAILED: "[bold red]failed[/]"}
+    for row in report.rows:
+        found = str(row.labels["found"])
+        if row.unit and row.value is not None:
+            found = f"{_size(row.value) if row.unit == 'bytes' else int(row.value)}{'' if row.unit == 'bytes' else ' ' + row.unit}: {found}"
+        table.add_row(row.name, marks[row.status], _plain(found), _plain(str(row.labels["advice"])))
+    terminal().print(table)
+
+
+def _plain(text: str) -> str:
+    """Brackets of paths and options are not markup."""
+    return text.replace("[", "\\[")
+
+
+def _size(value: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
