@@ -20,7 +20,8 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
-namespace expertwire::bind {
+namespace expertwire {
+namespace bind {
 
 using runtime::Context;
 using runtime::Failure;
@@ -491,8 +492,10 @@ void bind_records(Class& cls) {
 }
 
 }  // namespace
+}  // namespace bind
 
 void bind_context(nb::module_& module) {
+    using namespace bind;
     register_failures();
     bind_request(module);
     module.def(
@@ -541,4 +544,4 @@ void bind_context(nb::module_& module) {
     bind_records(cls);
 }
 
-}  // namespace expertwire::bind
+}  // namespace expertwire
