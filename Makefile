@@ -10,7 +10,7 @@ STAMPS := $(VENV)/.stamps
 # The CPU build where this index has one; installed before the package, whose own `torch` may be gigabytes of CUDA.
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
-BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
+BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind==3.1.0" "cmake>=3.18,<5" ninja
 CPP_FILES = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 # What the installed package is made of. The stubs' own rule compares them with the built modules.
 SOURCES := $(shell find csrc src -type f \( -name '*.hpp' -o -name '*.cpp' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \)) \
