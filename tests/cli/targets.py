@@ -68,3 +68,16 @@ def gloo_exchange(rank: Rank, shapes: list[tuple[tuple[int, ...], int, int]]) ->
             total = ordered_sum(own.x, expected.in_rank, [0] * rank.size, rank.rank)
             faults += check_combine(arm, combined, variant(total, number))
     return faults
+
+
+def readme_example(rank: Rank, code: str) -> bool:
+    """Runs the README's code: with experts that change nothing, a token comes home once for every rank that it went to."""
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    exchange = names["exchange"]
+    assert callable(exchange)
+    x = torch.full((6, 16), float(rank.rank + 1), dtype=torch.bfloat16)
+    ids = torch.tensor([[0, 1], [0, 3], [5, 5], [-1, -1], [2, 4], [1, -1]])
+    combined = exchange(x, ids, torch.rand(6, 2), 6)
+    copies = torch.tensor([1.0, 2.0, 1.0, 0.0, 2.0, 1.0])[:, None]
+    return torch.equal(combined.float(), x.float() * copies)

@@ -1,0 +1,155 @@
+"""The commands as people run them: real processes, their files, their exit statuses, and an end by Ctrl-C that leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cli import targets
+from expertwire.cli.launch import launch
+from expertwire.cli.report import Exit
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 150
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def expertwire(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "expertwire.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment())
+
+
+def values(path: Path, name: str) -> list[dict[str, Any]]:
+    return [row for row in json.loads(path.read_text())["rows"] if row["name"] == name]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ranks", "4", "--ranks-per-node", "2", "--against", "gloo"],
+        ["--ranks", "3", "--ranks-per-node", "2", "--tokens", "0,65,7", "--experts", "10", "--hidden", "2880", "--routing", "holes"],
+        ["--ranks", "2", "--ranks-per-node", "2", "--routing", "none"],
+        ["--ranks", "1", "--tokens", "0"],
+    ],
+    ids=["beside gloo", "ragged", "nobody sends", "alone and empty"],
+)
+def test_bench_ep_verifies(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "ep.json"
+    small = ["--tokens", "40", "--hidden", "512", "--experts", "16", "--topk", "4", "--iterations", "3", "--warmup", "1"]
+    done = expertwire("bench", "ep", *small, *words, "--json", str(out))
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    assert [row["value"] for row in values(out, "verified")] == [1] * (1 + ("gloo" in words))
+    for name in ("layout_us", "dispatch_us", "combine_us"):
+        row = values(out, name)[0]
+        assert row["engine"] == "expertwire"
+        assert 0 < row["low"] <= row["value"] <= row["high"]
+        assert {"device", "ranks", "ranks_per_node", "tokens", "hidden", "experts", "topk", "dtype", "mode", "provider"} <= set(row)
+    if "gloo" in words:
+        assert {row["phase"]: row["value"] > 0 for row in values(out, "over_gloo")} == {"dispatch": True, "combine": True, "total": True}
+        assert len(values(out, "dispatch_GBps")) == 2
+    assert "verified" in done.stdout
+
+
+def test_bench_ep_smoke_has_its_own_shape(tmp_path: Path) -> None:
+    out = tmp_path / "ep.json"
+    done = expertwire("bench", "ep", "--smoke", "--ranks", "2", "--iterations", "1", "--warmup", "0", "--json", str(out))
+    assert done.returncode == Exit.OK, done.stderr
+    row = values(out, "verified")[0]
+    assert (row["tokens"], row["hidden"], row["experts"], row["topk"]) == (128, 1024, 64, 4)
+
+
+def test_a_provider_that_is_not_here_is_status_3_or_2() -> None:
+    done = expertwire("bench", "ep", "--smoke", "--ranks", "2", "--ranks-per-node", "1", "--provider", "nosuch")
+    assert done.returncode in (Exit.SKIPPED, Exit.USAGE)
+    assert "nosuch" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
+    out, text = tmp_path / "demo.json", tmp_path / "text"
+    text.write_text("Some words of our own, and some more of the same words, again and again.")
+    done = expertwire("demo", "--tokens", "24", "--ranks", "4", "--ranks-per-node", "2", "--text", str(text), "--json", str(out))
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    assert [row["value"] for row in values(out, "verified")] == [1, 1]
+    assert values(out, "layer_payload_verified")[0]["value"] == 1
+    assert {row["engine"] for row in values(out, "layer_calc_diff")} == {"expertwire", "gloo"}
+    assert all(0 <= abs(row["value"]) <= 5e-6 for row in values(out, "layer_calc_diff"))
+    for name in ("over_gloo", "over_gloo_exchange"):
+        assert {row["phase"] for row in values(out, name)} == {"dispatch", "combine", "total"}
+    assert "every payload verified" in done.stdout
+
+
+def test_the_demo_takes_a_recorded_routing(tmp_path: Path) -> None:
+    out, trace = tmp_path / "demo.json", tmp_path / "trace.npz"
+    ids = np.random.default_rng(1).integers(-1, 256, size=(10, 3))
+    np.savez(trace, topk_idx=ids)
+    done = expertwire("demo", "--tokens", "8", "--ranks", "2", "--ranks-per-node", "1", "--routing", str(trace), "--json", str(out))
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    assert json.loads(out.read_text())["config"]["topk"] == 3
+    assert [row["value"] for row in values(out, "verified")] == [1, 1]
+
+
+def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
+    """Sent to the whole foreground group, as a terminal does, once the ranks are at work."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "expertwire.cli", "demo", "--tokens", "64", "--ranks", "4", "--ranks-per-node", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**environment(), "TMPDIR": str(scratch)},
+    )
+    try:
+        assert demo.stderr is not None
+        seen = ""
+        while "ready" not in seen:
+            line = demo.stderr.readline()
+            assert line, seen
+            seen += line
+        os.killpg(demo.pid, signal.SIGINT)
+        _, rest = demo.communicate(timeout=30)
+    finally:
+        if demo.poll() is None:
+            os.killpg(demo.pid, signal.SIGKILL)
+    assert demo.returncode == 130, rest
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+    assert [path for path in scratch.iterdir() if path.name.startswith("expertwire")] == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(demo.pid, 0)
+
+
+def test_the_readme_example_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    assert launch(targets.readme_example, (blocks[0],), 3, timeout_s=60) == [True, True, True]
+
+
+def test_the_readme_names_only_commands_that_exist() -> None:
+    from expertwire.cli.main import COMMANDS
+
+    offered = {" ".join(command.words) for command in COMMANDS}
+    named = set(re.findall(r"^expertwire ((?:bench )?[a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert named
+    assert named <= offered
+
+
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    launch(targets.add_up, (1,), 2, timeout_s=60)
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
