@@ -311,7 +311,12 @@ class ProviderProbe {
                 free.push_back(slot);
                 ++done.completed;
             }
-            if (got == 0 && now_ns() > deadline) done.status = "timed_out";
+            if (got != 0) continue;
+            if (now_ns() > deadline) done.status = "timed_out";
+            if (provider_->may_sleep()) {  // the target may need this core
+                pollfd item{provider_->wait_fd(), POLLIN, 0};
+                ::poll(&item, 1, 10);
+            }
         }
     }
 
