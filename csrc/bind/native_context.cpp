@@ -153,7 +153,7 @@ OpKind parse_kind(const std::string& kind) {
     throw Failure(FailureKind::invalid_argument, "kind is '" + kind + "'; it must be 'write' or 'read'");
 }
 
-std::unique_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, const std::string& kind,
+std::shared_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, const std::string& kind,
                                   const std::vector<ChunkTuple>& chunks, const std::vector<SignalTuple>& signals,
                                   const std::optional<nb::bytes>& notification, bool delivered,
                                   std::int64_t timeout_ms) {
@@ -185,7 +185,7 @@ std::unique_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, con
     });
     if (!taken) context.fail_full(rank, timeout_ms);
     if (submitted.status != Status::ok) context.fail_submit(rank, submitted.status);
-    return std::make_unique<PyRequest>(self.context, submitted.request, rank);
+    return std::make_shared<PyRequest>(self.context, submitted.request, rank);
 }
 
 int request_wait(PyRequest& self, std::int64_t timeout_ms) {

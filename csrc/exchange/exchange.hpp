@@ -165,7 +165,9 @@ class Exchange {
   public:
     // `port` and its memory outlive the exchange. Control memory must be zeroed once before the first operation.
     Exchange(const Shape& shape, Port& port, std::uint64_t data_bytes);
-    ~Exchange();
+    ~Exchange() = default;
+    Exchange(const Exchange&) = delete;
+    Exchange& operator=(const Exchange&) = delete;
 
     // Null and `error` filled: an argument cannot be used; nothing was started. Else the caller steps the operation to
     // its end before it starts another.

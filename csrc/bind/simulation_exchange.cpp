@@ -1,0 +1,155 @@
+// The exchange's half of `_simulation`: run seeds, give back what went wrong and what was covered; and the row kernels,
+// for tests that compare their variants.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "bind/simulation_exchange_world.hpp"
+#include "exchange/layout.hpp"
+#include "rows/rows.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace expertwire {
+
+namespace {
+
+using simulation::Coverage;
+using simulation::Result;
+
+Mutant mutant_named(const std::string& name) {
+    if (name == "none") return Mutant::none;
+    if (name == "no_gate") return Mutant::no_gate;
+    if (name == "no_epoch_in_counters") return Mutant::no_epoch_in_counters;
+    if (name == "no_wait_for_notify") return Mutant::no_wait_for_notify;
+    throw nb::value_error(("no such mutant of the exchange: " + name).c_str());
+}
+
+nb::dict run_exchange_seeds(std::uint64_t first, std::uint64_t count, const std::string& mutant_name, bool stop) {
+    const Mutant which = mutant_named(mutant_name);
+    Coverage coverage;
+    std::vector<Result> results;
+    {
+        const nb::gil_scoped_release released;
+        for (std::uint64_t seed = first; seed < first + count; ++seed) {
+            results.push_back(simulation::simulate_exchange(seed, which, coverage));
+            if (stop && !results.back().error.empty()) break;
+        }
+    }
+    nb::list hashes;
+    nb::list failures;
+    for (std::size_t at = 0; at < results.size(); ++at) {
+        hashes.append(results[at].trace_hash);
+        if (!results[at].error.empty()) failures.append(nb::make_tuple(first + at, results[at].error));
+    }
+    nb::dict out;
+    out["failures"] = failures;
+    out["trace_hashes"] = hashes;
+    out["coverage"] = nb::cast(coverage);
+    return out;
+}
+
+rows::Isa isa_named(const std::string& name) {
+    if (name == "baseline") return rows::Isa::baseline;
+    if (name == "avx2") return rows::Isa::avx2;
+    if (name == "avx512") return rows::Isa::avx512;
+    throw nb::value_error(("no such instruction set: " + name).c_str());
+}
+
+template <class T>
+T* pointer(std::uint64_t address) {
+    return reinterpret_cast<T*>(static_cast<std::uintptr_t>(address));
+}
+
+rows::Sum make_sum(const std::vector<std::uint64_t>& addresses, const std::vector<std::uint32_t>& ends,
+                   std::uint64_t bias0, std::uint64_t bias1, std::vector<const std::byte*>& inputs) {
+    for (const std::uint64_t address : addresses) inputs.push_back(pointer<const std::byte>(address));
+    rows::Sum sum;
+    sum.rows = inputs.data();
+    sum.ends = ends.data();
+    sum.groups = static_cast<std::uint32_t>(ends.size());
+    sum.bias0 = pointer<const std::byte>(bias0);
+    sum.bias1 = pointer<const std::byte>(bias1);
+    return sum;
+}
+
+void bind_rows(nb::module_& module) {
+    module.def("rows_isas", [] {
+        std::vector<std::string> names;
+        for (const char* name : {"baseline", "avx2", "avx512"}) {
+            if (rows::has(isa_named(name))) names.emplace_back(name);
+        }
+        return names;
+    }, "Instruction sets of the row kernels that this machine has.");
+    module.def("rows_reduce",
+               [](const std::string& isa, std::uint64_t out, const std::vector<std::uint64_t>& inputs,
+                  const std::vector<std::uint32_t>& ends, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t columns) {
+                   std::vector<const std::byte*> pointers;
+                   const rows::Sum sum = make_sum(inputs, ends, bias0, bias1, pointers);
+                   if (isa == "best") {
+                       rows::reduce(pointer<std::byte>(out), sum, columns, rows::Store::streaming);
+                       rows::fence();
+                   } else {
+                       rows::reduce_with(isa_named(isa), pointer<std::byte>(out), sum, columns);
+                   }
+               },
+               "isa"_a, "out"_a, "rows"_a, "ends"_a, "bias0"_a, "bias1"_a, "columns"_a,
+               "One row of a combine. Addresses of bf16 rows, grouped by `ends`. 'best': what the core uses, streaming.");
+    module.def("rows_round",
+               [](const std::string& isa, std::uint64_t out, std::uint64_t in, std::uint64_t columns) {
+                   rows::round_row_with(isa_named(isa), pointer<std::byte>(out), pointer<const float>(in), columns);
+               },
+               "isa"_a, "out"_a, "values"_a, "columns"_a, "f32[columns] rounded to bf16.");
+    module.def("rows_copy",
+               [](std::uint64_t to, std::uint64_t from, std::uint64_t bytes, bool streaming) {
+                   const nb::gil_scoped_release released;
+                   rows::copy(pointer<std::byte>(to), pointer<const std::byte>(from), bytes,
+                              streaming ? rows::Store::streaming : rows::Store::cached);
+                   rows::fence();
+               },
+               "to"_a, "source"_a, "bytes"_a, "streaming"_a, "One row's copy.");
+}
+
+nb::dict layout_numbers(std::uint32_t rank, const std::vector<std::uint32_t>& node_of, std::uint32_t local_experts_max,
+                        std::uint32_t ring_slots, std::uint64_t slot_bytes) {
+    const exchange::NodeTable nodes(node_of);
+    const exchange::Layout layout(exchange::Shape{rank, nodes, local_experts_max, ring_slots, slot_bytes});
+    nb::dict numbers;
+    numbers["control_bytes"] = layout.control_bytes();
+    numbers["staging_bytes"] = layout.staging_bytes(rank);
+    nb::list entries;
+    for (std::uint32_t node = 0; node < nodes.nodes(); ++node) entries.append(nodes.entry(rank, node));
+    numbers["entries"] = entries;
+    return numbers;
+}
+
+}  // namespace
+
+void bind_exchange_simulation(nb::module_& module) {
+    module.def("run_exchange_seeds", &run_exchange_seeds, "first"_a, "count"_a, "mutant"_a = "none", "stop"_a = false,
+               "Runs seeds first … first + count - 1. {'failures': [(seed, text)], 'trace_hashes': [int], 'coverage': {name: "
+               "count}}. `stop`: end at the first failure.");
+    module.def("exchange_layout", &layout_numbers, "rank"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a,
+               "slot_bytes"_a, "Sizes of a rank's regions and its entry rank in every node, as the core computes them.");
+    module.def("exchange_chunk_rows",
+               [](std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words, std::uint32_t topk,
+                  std::uint32_t index_bytes, bool has_weights) {
+                   return exchange::dispatch_chunk(slot_bytes, row_bytes, mask_words, topk, index_bytes, has_weights).capacity;
+               },
+               "slot_bytes"_a, "row_bytes"_a, "mask_words"_a, "topk"_a, "index_bytes"_a, "has_weights"_a,
+               "Rows that fit a ring slot.");
+    module.def("exchange_extent",
+               [](std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, std::uint32_t index_bytes, bool weights) {
+                   const exchange::Extent e = exchange::dispatch_extent(rows, row_bytes, topk, index_bytes, weights);
+                   return nb::make_tuple(e.rows, e.src_idx, e.indices, e.weights, e.bytes);
+               },
+               "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a, "has_weights"_a, "Offsets inside a dispatch's extent.");
+    bind_rows(module);
+}
+
+}  // namespace expertwire

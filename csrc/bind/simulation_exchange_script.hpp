@@ -1,0 +1,82 @@
+// What the ranks of one simulated cluster are made to do: the shape, and a list of calls with every rank's inputs, all
+// from one seed. And, from nothing but these inputs, what each rank must get: the independent oracle.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "exchange/exchange.hpp"
+#include "provider/simulated.hpp"
+
+namespace expertwire::simulation {
+
+using Bytes = std::vector<std::byte>;
+using Coverage = std::map<std::string, std::uint64_t>;
+
+enum class Outcome : std::uint8_t { success, mismatch, capacity };
+
+// One rank's part in one call. Which fields are used depends on the call's kind.
+struct RankCall {
+    std::uint64_t tokens = 0;
+    std::uint64_t row_bytes = 0;  // the call's, unless this rank is made to disagree
+    bool has_weights = false;     // likewise
+    Bytes x;
+    std::vector<std::uint8_t> in_rank;
+    Bytes topk_idx;
+    std::vector<float> weights;  // dispatch [tokens][topk], combine [rows][topk]
+    std::uint32_t biases = 0;    // 0, 1, 2
+    Bytes bias0, bias1;
+    bool x_in_place = false;
+    bool weights_in_place = false;
+    std::uint64_t x_offset = 0;  // in place: where in the data region
+    std::uint64_t weights_offset = 0;
+    std::uint64_t offer_offset = 0;
+    std::uint64_t offer_capacity = 0;
+};
+
+struct Call {
+    exchange::Kind kind = exchange::Kind::dispatch;
+    std::uint64_t row_bytes = 0;
+    std::uint32_t topk = 0;
+    std::uint32_t index_bytes = 8;
+    bool has_weights = false;
+    std::uint64_t num_experts = 0;
+    std::vector<std::uint64_t> expert_first;
+    std::int32_t routing = -1;  // the dispatch whose handle it takes; -1: it makes its own
+    Outcome outcome = Outcome::success;
+    std::vector<RankCall> ranks;
+};
+
+struct Script {
+    std::vector<std::uint32_t> node_of;
+    std::uint32_t local_experts_max = 0;
+    std::uint32_t ring_slots = 1;
+    std::uint64_t slot_bytes = 64;
+    std::uint64_t data_bytes = 0;
+    std::uint64_t slack_bytes = 0;  // behind the data region, so that a mutant's stray row hits nothing else
+    std::vector<Call> calls;
+};
+
+Script make_script(Random& random, Coverage& coverage);
+
+// The oracle: rows [source][destination] of a routing, who sends what where, byte by byte.
+std::vector<std::uint64_t> routing_matrix(const Script& script, const Call& dispatch);
+const Call& routing_of(const Script& script, const Call& call);
+
+struct Received {
+    std::uint64_t rows = 0;
+    Bytes x, src_idx, indices, weights;
+    std::vector<std::uint64_t> expert_counts;
+};
+Received expected_dispatch(const Script& script, const Call& call, std::uint32_t rank);
+
+struct Combined {
+    Bytes out;
+    std::vector<float> weights;
+};
+Combined expected_combine(const Script& script, const Call& call, std::uint32_t rank);
+
+}  // namespace expertwire::simulation

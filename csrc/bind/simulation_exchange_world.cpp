@@ -1,0 +1,381 @@
+#include "bind/simulation_exchange_world.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/pump.hpp"
+
+namespace expertwire::simulation {
+
+using exchange::Kind;
+using exchange::Step;
+
+namespace {
+
+constexpr std::uint32_t kRegions = 3;  // control, staging, data: RegionId as in exchange::Region
+constexpr std::uint64_t kStepsMax = 2'000'000;
+
+}  // namespace
+
+// ---- port
+
+SimulatedPort::SimulatedPort(std::uint32_t rank, std::uint32_t ranks, Engine& engine, SimulatedNetwork& network,
+                             Random& random)
+    : rank_(rank), engine_(engine), network_(network), random_(random), memory_(ranks), lanes_(ranks) {}
+
+void SimulatedPort::open_lanes(std::uint32_t rank, std::uint32_t lanes) {
+    for (std::uint32_t lane = 0; lane < lanes; ++lane) {
+        lanes_[rank].push_back(engine_.open_queue_pair(PeerId{rank}, EndpointId{lane}));
+    }
+}
+
+ControlSpec SimulatedPort::signal(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) {
+    ControlSpec control;
+    control.kind = OpKind::signal;
+    control.scope = Scope::request;
+    control.queue_pair = lanes_[rank][random_.below(lanes_[rank].size())];
+    control.remote = SimulatedNetwork::remote_region(rank, 0, kRegions);
+    control.remote_offset = word_offset;
+    control.operand = delta;
+    return control;
+}
+
+std::optional<Ticket> SimulatedPort::put(const Put& put) {
+    ChunkSpec chunk;
+    chunk.queue_pair = lanes_[put.rank][random_.below(lanes_[put.rank].size())];
+    chunk.local = RegionId{static_cast<std::uint32_t>(put.from)};
+    chunk.local_offset = put.from_offset;
+    chunk.remote = SimulatedNetwork::remote_region(put.rank, static_cast<std::uint32_t>(put.to), kRegions);
+    chunk.remote_offset = put.to_offset;
+    chunk.bytes = put.bytes;
+    const ControlSpec control = signal(put.rank, put.word_offset, put.delta);
+    const Engine::Submitted result =
+        engine_.submit(PeerId{put.rank}, {&chunk, 1}, {&control, 1}, Level::delivered, network_.now());
+    if (result.status != Status::ok) {
+        ++pushed_back_;
+        return std::nullopt;
+    }
+    ++puts_;
+    return result.request;
+}
+
+bool SimulatedPort::add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) {
+    const ControlSpec control = signal(rank, word_offset, delta);
+    const Engine::Submitted result =
+        engine_.submit(PeerId{rank}, {}, {&control, 1}, Level::delivered, network_.now());
+    if (result.status != Status::ok) {
+        ++pushed_back_;
+        return false;
+    }
+    adds_.push_back(result.request);
+    return true;
+}
+
+Status SimulatedPort::status(Ticket ticket) {
+    const Status status = engine_.status(ticket);
+    if (status != Status::pending) engine_.release(ticket);
+    return status;
+}
+
+void SimulatedPort::reap() {
+    std::erase_if(adds_, [&](Ticket ticket) {
+        if (engine_.status(ticket) == Status::pending) return false;
+        engine_.release(ticket);
+        return true;
+    });
+}
+
+// ---- building
+
+World::World(std::uint64_t seed, Coverage& coverage)
+    : random_(seed), coverage_(coverage), script_(make_script(random_, coverage)), nodes_(script_.node_of) {
+    build();
+}
+
+NetworkFaults World::choose_faults() {
+    NetworkFaults faults;
+    const auto maybe = [&](double share) { return random_.chance(0.5) ? share : 0.0; };
+    faults.again = maybe(0.1);
+    faults.late_delivery = maybe(0.3);
+    faults.late_completion = maybe(0.3);
+    faults.early_local = maybe(0.3);
+    faults.duplicate = maybe(0.1);
+    faults.wrong_generation = maybe(0.1);
+    puts_may_fail_ = random_.chance(0.06);
+    if (puts_may_fail_) faults.failed_operation = 0.02;
+    return faults;
+}
+
+void World::build() {
+    NetworkModel model;
+    model.latency_ns = random_.between(100, 10'000);
+    model.bytes_per_ns = 0.1 + static_cast<double>(random_.below(100)) / 10;
+    model.transmit_queue = static_cast<std::uint32_t>(random_.between(2, 64));
+    const auto ranks = nodes_.ranks();
+    network_ = std::make_unique<SimulatedNetwork>(ranks, model, choose_faults(), random_.next());
+    members_.resize(ranks);
+    verdicts_.resize(script_.calls.size());
+    const auto outstanding = static_cast<std::uint32_t>(random_.between(4, 64));
+    const auto lanes = static_cast<std::uint32_t>(random_.between(1, 3));
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) build_member(rank, outstanding);
+    network_->connect_all(kRegions);
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+        for (std::uint32_t other = 0; other < ranks; ++other) {
+            Member& peer = members_[other];
+            if (nodes_.node_of(other) == nodes_.node_of(rank)) {
+                members_[rank].port->map(other, {peer.control.data(), peer.staging.data(), peer.data.data()});
+            } else {
+                members_[rank].port->open_lanes(other, lanes);
+            }
+        }
+    }
+    coverage_["lanes_" + std::to_string(lanes)] += nodes_.nodes() > 1;
+}
+
+void World::build_member(std::uint32_t rank, std::uint32_t outstanding) {
+    Member& member = members_[rank];
+    const exchange::Shape shape{rank, nodes_, script_.local_experts_max, script_.ring_slots, script_.slot_bytes};
+    const exchange::Layout layout(shape);
+    member.control.resize(layout.control_bytes());
+    member.staging.resize(std::max<std::uint64_t>(layout.staging_bytes(rank), 64));
+    member.data.resize(script_.data_bytes + script_.slack_bytes);
+    for (std::byte& byte : member.data) byte = static_cast<std::byte>(random_.next());
+    Bytes* const regions[kRegions] = {&member.control, &member.staging, &member.data};
+    for (std::uint32_t region = 0; region < kRegions; ++region) {
+        RegionSpec spec;
+        spec.address = regions[region]->data();
+        spec.bytes = regions[region]->size();
+        network_->provider(rank).register_region(RegionId{region}, spec);
+    }
+    EngineLimits limits;
+    limits.peers_max = nodes_.ranks();
+    limits.queue_pairs_max = 3 * nodes_.ranks();
+    limits.outstanding_max = outstanding;
+    limits.requests_max = static_cast<std::uint32_t>(random_.between(64, 256));
+    limits.queued_max = static_cast<std::uint32_t>(random_.between(64, 512));
+    GatePolicy policy;
+    policy.ordering = OrderingClass::delivery_gated;
+    policy.delivery_complete = true;
+    member.engine = std::make_unique<Engine>(limits, policy);
+    member.port = std::make_unique<SimulatedPort>(rank, nodes_.ranks(), *member.engine, *network_, random_);
+    member.exchange = std::make_unique<exchange::Exchange>(shape, *member.port, script_.data_bytes);
+    member.handles.resize(script_.calls.size());
+}
+
+// ---- calls
+
+void World::begin(std::uint32_t rank) {
+    Member& member = members_[rank];
+    const Call& call = script_.calls[member.call];
+    const RankCall& part = call.ranks[rank];
+    std::string wrong;
+    std::shared_ptr<const exchange::Handle> handle;
+    if (call.routing >= 0) handle = member.handles[static_cast<std::size_t>(call.routing)];
+    if (call.kind == Kind::dispatch) {
+        exchange::DispatchRequest request;
+        request.x = part.x.data();
+        request.tokens = part.tokens;
+        request.row_bytes = part.row_bytes;
+        request.handle = handle;
+        request.offer_offset = part.offer_offset;
+        request.offer_capacity = part.offer_capacity;
+        static const float no_weight = 0;  // stands for a tensor of no rows
+        if (!handle) {
+            request.in_rank = part.in_rank.data();
+            request.topk_idx = part.topk_idx.data();
+            request.index_bytes = call.index_bytes;
+            request.topk = call.topk;
+            if (part.has_weights) request.topk_weights = part.tokens > 0 ? part.weights.data() : &no_weight;
+            request.num_experts = call.num_experts;
+            request.expert_first = call.expert_first;
+        }
+        member.before = member.data;
+        std::unique_ptr<exchange::Dispatch> made = member.exchange->dispatch(request, wrong);
+        member.dispatch = made.get();
+        member.operation = std::move(made);
+    } else {
+        exchange::CombineRequest request;
+        request.x = part.x.data();
+        request.weights = call.topk > 0 ? part.weights.data() : nullptr;
+        if (part.x_in_place && !part.x.empty()) {
+            std::memcpy(member.data.data() + part.x_offset, part.x.data(), part.x.size());
+            request.x = member.data.data() + part.x_offset;
+        }
+        if (part.weights_in_place && !part.weights.empty()) {
+            std::byte* const at = member.data.data() + part.weights_offset;
+            std::memcpy(at, part.weights.data(), part.weights.size() * sizeof(float));
+            request.weights = reinterpret_cast<const float*>(at);
+        }
+        request.rows = part.x.size() / call.row_bytes;
+        request.row_bytes = call.row_bytes;
+        request.topk = call.topk;
+        if (part.biases > 0) request.bias0 = part.bias0.data();
+        if (part.biases > 1) request.bias1 = part.bias1.data();
+        member.out.assign(part.tokens * call.row_bytes, std::byte{0xA5});
+        member.out_weights.assign(part.tokens * call.topk, -1.0f);
+        request.out = member.out.data();
+        request.out_weights = member.out_weights.data();
+        request.handle = handle;
+        request.offer_offset = part.offer_offset;
+        request.offer_capacity = part.offer_capacity;
+        member.before = member.data;
+        member.dispatch = nullptr;
+        member.operation = member.exchange->combine(request, wrong);
+    }
+    if (!member.operation) fail(rank, "refused its arguments: " + wrong);
+    for (const Member& other : members_) coverage_["began_while_others_were_behind"] += other.call < member.call;
+}
+
+void World::finish(std::uint32_t rank, Step outcome) {
+    Member& member = members_[rank];
+    const Call& call = script_.calls[member.call];
+    std::string wrong;
+    if (outcome == Step::failed) {
+        wrong = check_failure(rank);
+        if (put_failed_) return;
+    } else if (call.outcome != Outcome::success) {
+        wrong = "succeeded where every rank must fail";
+    } else {
+        wrong = call.kind == Kind::dispatch ? check_dispatch(rank) : check_combine(rank);
+        if (call.kind == Kind::dispatch) member.handles[member.call] = member.dispatch->handle();
+    }
+    if (!wrong.empty()) fail(rank, wrong);
+    mix(rank * 1'000'003 + member.call);
+    ++calls_ended_;
+    member.operation.reset();
+    ++member.call;
+}
+
+std::string World::check_failure(std::uint32_t rank) {
+    const Member& member = members_[rank];
+    const exchange::Failure& failure = member.operation->failure();
+    if (failure.reason == exchange::FailureReason::put && puts_may_fail_) {
+        put_failed_ = true;
+        return {};
+    }
+    const Outcome expected = script_.calls[member.call].outcome;
+    const bool right = (failure.reason == exchange::FailureReason::mismatch && expected == Outcome::mismatch) ||
+                       (failure.reason == exchange::FailureReason::capacity && expected == Outcome::capacity);
+    if (!right) return "failed: " + failure.text;
+    std::string& verdict = verdicts_[member.call];
+    if (verdict.empty()) verdict = failure.text;
+    if (verdict != failure.text) return "said '" + failure.text + "' where another rank said '" + verdict + "'";
+    return check_untouched(rank, 0, 0);
+}
+
+// ---- stepping
+
+bool World::step(std::uint32_t rank, std::uint64_t budget) {
+    Member& member = members_[rank];
+    if (member.call == script_.calls.size() || !error_.empty() || put_failed_) return false;
+    if (!member.operation) {
+        begin(rank);
+        return error_.empty();
+    }
+    const Step outcome = member.operation->step(budget);
+    mix(rank * 8 + static_cast<std::uint64_t>(outcome));
+    ++steps_;
+    if (steps_ % 64 == 0) mix(member.operation->progress().size());
+    if (outcome == Step::done || outcome == Step::failed) finish(rank, outcome);
+    return outcome != Step::waiting;
+}
+
+bool World::turn(std::uint32_t rank) {
+    Member& member = members_[rank];
+    const bool moved = pump(*member.engine, network_->provider(rank), member.arrivals, network_->now()).moved();
+    member.port->reap();
+    return moved;
+}
+
+// Everything once, in order: whoever can move does. False: nothing will ever move again.
+bool World::sweep() {
+    bool moved = false;
+    for (std::uint32_t rank = 0; rank < members_.size(); ++rank) {
+        moved = step(rank, 1 << 20) || moved;
+        moved = turn(rank) || moved;
+    }
+    return network_->run_next() || moved;
+}
+
+bool World::all_ended() const {
+    return std::all_of(members_.begin(), members_.end(),
+                       [&](const Member& member) { return member.call == script_.calls.size(); });
+}
+
+Result World::run() {
+    std::uint32_t idle = 0;
+    while (error_.empty() && !put_failed_ && !all_ended()) {
+        const auto rank = static_cast<std::uint32_t>(random_.below(members_.size()));
+        const std::uint64_t choice = random_.below(10);
+        bool moved = false;
+        if (choice < 5) {
+            moved = step(rank, random_.chance(0.3) ? 1 : random_.between(1, 20'000));
+        } else if (choice < 8) {
+            moved = turn(rank);
+        } else {
+            moved = network_->run_next();
+        }
+        idle = moved ? 0 : idle + 1;
+        if (idle > 20 && !sweep()) {
+            idle = 0;
+            if (sweep()) continue;
+            if (all_ended() || !error_.empty() || put_failed_ || puts_may_fail_) break;
+            fail(0, "nothing moves any more");
+        }
+        if (steps_ > kStepsMax) fail(rank, "does not end");
+    }
+    note_end();
+    Result result;
+    result.error = error_;
+    mix(network_->trace_hash());
+    result.trace_hash = hash_;
+    result.steps = steps_;
+    result.calls = calls_ended_;
+    return result;
+}
+
+void World::fail(std::uint32_t rank, const std::string& text) {
+    if (!error_.empty()) return;
+    error_ = "rank " + std::to_string(rank) + ", call " + std::to_string(members_[rank].call) + ": " + text;
+    for (std::uint32_t other = 0; other < members_.size(); ++other) {
+        const Member& member = members_[other];
+        if (!member.operation) continue;
+        error_ += "\n  rank " + std::to_string(other) + " in call " + std::to_string(member.call) + ", phase " +
+                  exchange::phase_name(member.operation->phase());
+        for (const exchange::PeerProgress& peer : member.operation->progress()) {
+            if (!peer.missing.empty()) error_ += "; rank " + std::to_string(peer.rank) + ": " + peer.missing;
+        }
+    }
+}
+
+void World::note_end() {
+    coverage_["put_failures"] += put_failed_;
+    coverage_["calls"] += calls_ended_;
+    coverage_["bytes_over_fabric"] += network_->bytes_delivered();
+    for (std::size_t fault = 0; fault < network_faults; ++fault) {
+        const auto kind = static_cast<NetworkFault>(fault);
+        coverage_[std::string("fault_") + name_of(kind)] += network_->count(kind);
+    }
+    for (const Member& member : members_) {
+        coverage_["puts"] += member.port->puts();
+        coverage_["submissions_pushed_back"] += member.port->pushed_back();
+        const std::string broken = member.engine->check_invariants();
+        if (!broken.empty() && error_.empty()) error_ = "engine: " + broken;
+    }
+}
+
+Result simulate_exchange(std::uint64_t seed, Mutant which, Coverage& coverage) {
+#ifdef EXPERTWIRE_MUTANTS
+    active_mutant = which;
+    World world(seed, coverage);
+    Result result = world.run();
+    active_mutant = Mutant::none;
+    return result;
+#else
+    static_cast<void>(which);
+    World world(seed, coverage);
+    return world.run();
+#endif
+}
+
+}  // namespace expertwire::simulation

@@ -1,0 +1,116 @@
+// One simulated cluster that carries out a script: every rank's Exchange over its own Engine, same-node memory visible at
+// once, everything else through the SimulatedNetwork with its faults; steps, turns and deliveries interleaved by the seed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bind/simulation_exchange_script.hpp"
+#include "engine/engine.hpp"
+#include "engine/mutants.hpp"
+#include "exchange/combine.hpp"
+#include "exchange/dispatch.hpp"
+#include "exchange/exchange.hpp"
+#include "provider/simulated.hpp"
+
+namespace expertwire::simulation {
+
+struct Result {
+    std::string error;  // empty: every byte was right
+    std::uint64_t trace_hash = 0;
+    std::uint64_t steps = 0;
+    std::uint64_t calls = 0;
+};
+
+// A rank's way out: puts and adds through its engine. The signal may take another lane than the bytes that it covers.
+class SimulatedPort final : public exchange::Port {
+  public:
+    SimulatedPort(std::uint32_t rank, std::uint32_t ranks, Engine& engine, SimulatedNetwork& network, Random& random);
+
+    void map(std::uint32_t rank, const exchange::RankMemory& memory) { memory_[rank] = memory; }
+    void open_lanes(std::uint32_t rank, std::uint32_t lanes);
+    void reap();  // releases adds that have ended
+    std::uint64_t pushed_back() const { return pushed_back_; }
+    std::uint64_t puts() const { return puts_; }
+
+    const std::vector<exchange::RankMemory>& memory() const override { return memory_; }
+    std::optional<Ticket> put(const Put& put) override;
+    bool add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) override;
+    Status status(Ticket ticket) override;
+    void wake(std::uint32_t) override {}  // a simulated rank is stepped whether or not it was woken
+
+  private:
+    ControlSpec signal(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta);
+
+    std::uint32_t rank_;
+    Engine& engine_;
+    SimulatedNetwork& network_;
+    Random& random_;
+    std::vector<exchange::RankMemory> memory_;
+    std::vector<std::vector<QueuePairId>> lanes_;  // [rank]
+    std::vector<Ticket> adds_;
+    std::uint64_t pushed_back_ = 0;
+    std::uint64_t puts_ = 0;
+};
+
+class World {
+  public:
+    World(std::uint64_t seed, Coverage& coverage);
+    Result run();
+
+  private:
+    struct Member {
+        Bytes control, staging, data;
+        std::unique_ptr<Engine> engine;
+        std::unique_ptr<SimulatedPort> port;
+        std::unique_ptr<exchange::Exchange> exchange;
+        std::vector<std::shared_ptr<const exchange::Handle>> handles;  // [call]
+        std::size_t call = 0;                                          // next or under way
+        std::unique_ptr<exchange::Operation> operation;
+        exchange::Dispatch* dispatch = nullptr;  // the operation, if it is one
+        Bytes before;                            // the data region when the call began
+        Bytes out;
+        std::vector<float> out_weights;
+        std::string failure;  // text of the call that has failed, as every rank must give it
+        std::vector<Arrival> arrivals;
+    };
+
+    NetworkFaults choose_faults();
+    void build();
+    void build_member(std::uint32_t rank, std::uint32_t outstanding);
+    bool step(std::uint32_t rank, std::uint64_t budget);
+    void begin(std::uint32_t rank);
+    void finish(std::uint32_t rank, exchange::Step outcome);
+    bool turn(std::uint32_t rank);
+    bool sweep();
+    bool all_ended() const;
+    void fail(std::uint32_t rank, const std::string& text);
+    std::string check_dispatch(std::uint32_t rank) const;
+    std::string check_handle(std::uint32_t rank) const;
+    std::string check_combine(std::uint32_t rank) const;
+    std::string check_untouched(std::uint32_t rank, std::uint64_t begin, std::uint64_t end) const;
+    std::string check_failure(std::uint32_t rank);
+    void note_end();
+    void mix(std::uint64_t value) { hash_ = mix64(hash_ ^ value); }
+
+    Random random_;
+    Coverage& coverage_;
+    const Script script_;
+    const exchange::NodeTable nodes_;
+    std::unique_ptr<SimulatedNetwork> network_;
+    std::vector<Member> members_;
+    std::vector<std::string> verdicts_;  // [call]: what the first rank that failed said
+    bool puts_may_fail_ = false;
+    bool put_failed_ = false;
+    std::string error_;
+    std::uint64_t hash_ = 0;
+    std::uint64_t steps_ = 0;
+    std::uint64_t calls_ended_ = 0;
+};
+
+Result simulate_exchange(std::uint64_t seed, Mutant mutant, Coverage& coverage);
+
+}  // namespace expertwire::simulation
