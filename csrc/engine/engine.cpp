@@ -96,7 +96,8 @@ void Engine::publish(std::uint32_t index) {
         advance(request, RequestEvent::end_failed);
         ++counts_.requests_failed;
     }
-    if (status != Status::ok) failures_[failures_seen_++ % failures_kept] = {request.serial, moment_, status};
+    if (request.state == RequestState::failed)
+        failures_[failures_seen_++ % failures_kept] = {request.serial, moment_, status};
     store_record(index, status);  // last, with release order
 }
 
@@ -165,7 +166,10 @@ bool Engine::take_one(std::uint32_t queue_pair, PostCommand& out) {
         while (data.cursor != no_index && operations_[data.cursor].state != OperationState::queued) {
             data.cursor = operations_[data.cursor].next_in_line;
         }
-        if (data.cursor == no_index || lane.state != LaneState::open) return false;
+        if (data.cursor == no_index) return false;
+        // While it aborts, only what stood before the failed operation goes on; what came since waits for its
+        // reopening.
+        if (lane.state == LaneState::aborting && operations_[data.cursor].position >= lane.reopen_at) return false;
         index = data.cursor;
         data.cursor = operations_[index].next_in_line;
         operations_[index].endpoint = lane.endpoint;

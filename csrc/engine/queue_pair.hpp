@@ -89,7 +89,7 @@ struct QueuePair {
     std::uint32_t in_flight = 0;  // posted and not finished, quarantined ones included
     std::uint32_t entries = 0;    // operations accepted and not retired, both lines
     TimeNs again_since = 0;       // first AGAIN since the last accepted post
-    std::uint32_t arriving = 0;  // scratch of submit(): operations that the request being checked brings
+    std::uint32_t arriving = 0;   // scratch of submit(): operations that the request being checked brings
     bool pushed_back = false;     // the provider said AGAIN and has accepted nothing since
     bool dirty = false;           // in the engine's list of lanes to look at
     std::uint32_t next_dirty = no_index;

@@ -296,6 +296,7 @@ void SimulatedNetwork::deliver(std::uint32_t index) {
         return;
     }
     capture(flight);
+    if (flight.outcome != Status::ok && on_failure) on_failure({flight.source, flight.target, flight.command});
     if (flight.outcome == Status::ok) {
         land(flight);
     } else if (flight.outcome == Status::io_error && flight.command.kind == OpKind::write) {
@@ -462,8 +463,8 @@ void SimulatedNetwork::thaw(std::uint32_t rank) {
     std::vector<Event> held;
     held.swap(held_);
     for (Event& event : held) {
-        event.at = std::max(event.at, now_) + random_.below(model_.latency_ns + 1);
-        queue_.push(event);  // of another frozen rank: it will be held again
+        event.at = std::max(event.at, now_);  // in their old order: what one flight does stays in sequence
+        queue_.push(event);                   // of another frozen rank: it will be held again
     }
 }
 

@@ -135,6 +135,7 @@ class SimulatedNetwork {
     std::size_t flying(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t bytes) const;
 
     std::function<void(const Landing&)> on_landing;  // called after the bytes were applied
+    std::function<void(const Landing&)> on_failure;  // called when an operation reaches its target and fails there
 
   private:
     friend class SimulatedProvider;
