@@ -10,10 +10,10 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,6 +50,15 @@ class Side:
         return int.from_bytes(self.load(offset, 8, WORDS), "little")
 
 
+def work(pipe: Connection) -> None:
+    """The second process: one side after the other, until the pipe is closed."""
+    try:
+        while True:
+            serve(*pipe.recv(), pipe)
+    except EOFError:
+        return
+
+
 def serve(kind: str, options: dict[str, Any], pipe: Connection) -> None:
     side = Side(kind, options)
     pipe.send(side.blob())
@@ -65,7 +74,37 @@ def serve(kind: str, options: dict[str, Any], pipe: Connection) -> None:
         if command == "end":
             pipe.send(side.probe.close())
             return
+        if command == "signal_later":  # answered at once; the signal leaves after some milliseconds of the other side's sleep
+            pipe.send(None)
+            time.sleep(arguments[0])
+            while side.probe.post("signal", 0, 0, remote=WORDS, operand=1)[0] == "again":
+                side.probe.poll()
+            continue
         pipe.send(_answer(side, arrivals, command, arguments))
+
+
+@dataclass
+class Worker:
+    """A second process and the way to talk to it."""
+
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+
+
+_idle: list[Worker] = []  # kept for the next pair: starting Python and loading libfabric takes longer than most tests
+
+
+def _worker() -> Worker:
+    while _idle:
+        worker = _idle.pop()
+        if worker.process.is_alive():
+            return worker
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return Worker(process, ours)
 
 
 def _answer(side: Side, arrivals: list[tuple[int, bytes]], command: str, arguments: list[Any]) -> Any:
@@ -81,8 +120,15 @@ def _answer(side: Side, arrivals: list[tuple[int, bytes]], command: str, argumen
             return taken
         case "deregister":
             return _deregister(side, arrivals, *arguments)
-        case "remove_peer":
-            return side.probe.remove_peer(0)
+        case "register":  # again under the same number; gives the new key
+            side.data = side.probe.create_region(*arguments)
+            return side.probe.region_key(arguments[0])
+        case "await_word":  # until the word is there, then what the data looked like at that moment
+            offset, value, length = arguments
+            end = time.monotonic() + DEADLINE_S
+            while side.word(offset) < value and time.monotonic() < end:
+                arrivals += side.probe.poll()[1]
+            return side.load(0, length)
         case "counters":
             return side.probe.counters()
         case "silent":  # progresses nothing for as many seconds
@@ -105,11 +151,9 @@ class Pair:
     """This process's side, and the other process."""
 
     def __init__(self, kind: str, options: dict[str, Any], peer_options: dict[str, Any] | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(kind, peer_options or options, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.worker = _worker()
+        self.process, self.pipe = self.worker.process, self.worker.pipe
+        self.pipe.send((kind, peer_options or options))
         self.side = Side(kind, options)
         self.probe = self.side.probe
         self.side.connect(self._answer())
@@ -128,9 +172,12 @@ class Pair:
         self.pipe.send(command)
         return self._answer()
 
-    def kill(self) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
         self.process.join(DEADLINE_S)
 
     def post(self, kind: str, slot: int = 0, **arguments: Any) -> tuple[str, str, int]:
@@ -156,20 +203,22 @@ class Pair:
             self.probe.poll()
             assert time.monotonic() < end, "AGAIN for too long"
         completions = self.collect(1)
-        assert completions and completions[0][0] == slot, completions
+        assert [entry[0] for entry in completions] == [slot]
         return completions[0][2]
 
     def close(self) -> None:
+        """Ends both sides; the process is kept where it is well."""
         self.probe.close()
-        if self.process.is_alive():
-            try:
-                self.pipe.send(("end",))
-                self.process.join(DEADLINE_S)
-            except (BrokenPipeError, OSError):
-                pass
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        try:
+            self.pipe.send(("end",))
+            while self.pipe.poll(DEADLINE_S):  # answers of a test that failed in the middle, then that of "end"
+                if isinstance(self.pipe.recv(), float):
+                    _idle.append(self.worker)
+                    return
+        except (BrokenPipeError, EOFError, OSError):
+            pass
+        self.process.kill()
+        self.process.join(DEADLINE_S)
 
 
 @contextmanager
@@ -179,9 +228,3 @@ def pair(kind: str, options: dict[str, Any], peer_options: dict[str, Any] | None
         yield both
     finally:
         both.close()
-
-
-def site_library() -> str:
-    """The libfabric of the `mpich` wheel in this environment, or ""."""
-    path = os.path.join(sys.prefix, "lib", "mpich", "libfabric.so.1")
-    return path if os.path.exists(path) else ""

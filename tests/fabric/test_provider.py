@@ -1,0 +1,368 @@
+"""Providers as they are, between two real processes.
+
+Over mapped memory, and over `tcp;ofi_rxm` with both libraries and both signal paths.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertwire.errors import InvalidArgumentError, StateError, UnavailableError
+from fabric.provider_peer import DATA, DATA_BYTES, WORD_BYTES, WORDS, Pair, Side, pair
+from fabric.provider_setups import SETUPS, Setup
+
+CLOSE_S = 2.0
+EVERY = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+WIRE = pytest.mark.parametrize("setup", [SETUPS["tcp-system-atomic"], SETUPS["tcp-wheel-message"]], ids=["system", "wheel"])
+
+
+@pytest.fixture(scope="module", params=SETUPS.values(), ids=SETUPS.keys())
+def both(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """One pair of processes for the tests that leave it as they found it."""
+    request.param.require()
+    with pair(request.param.kind, request.param.options) as made:
+        yield made
+
+
+def payload(seed: int, length: int) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
+@pytest.mark.parametrize("length", [0, 1, 8, 4097, 7 << 10, 64 << 10, (64 << 10) + 1, 1 << 20])
+def test_write_and_read_carry_every_byte(both: Pair, length: int) -> None:
+    sent = payload(length, length)
+    both.side.store(0, sent)
+    assert both.run("write", slot=length % 7, local=DATA, remote=DATA, remote_offset=24, bytes=length) == "ok"
+    assert both.ask("load", 24, length) == sent
+    there = payload(length + 1, length)
+    both.ask("store", 100, there)
+    assert both.run("read", slot=3, local=DATA, local_offset=8, remote=DATA, remote_offset=100, bytes=length) == "ok"
+    assert both.side.load(8, length) == there
+
+
+def test_a_write_touches_nothing_beside_it(both: Pair) -> None:
+    both.ask("store", 0, b"\xaa" * 8192)
+    both.side.store(0, b"\x55" * 4096)
+    assert both.run("write", local=DATA, remote=DATA, remote_offset=2048, bytes=4096) == "ok"
+    assert both.ask("load", 0, 8192) == b"\xaa" * 2048 + b"\x55" * 4096 + b"\xaa" * 2048
+
+
+def test_a_signal_that_follows_a_delivered_write_never_overtakes_it(both: Pair) -> None:
+    length, start = 7 << 10, both.ask("word", 128)
+    for turn in range(1, 41):
+        sent = payload(turn, length)
+        both.side.store(0, sent)
+        both.pipe.send(("await_word", 128, start + turn, length))
+        assert both.run("write", local=DATA, remote=DATA, bytes=length) == "ok"
+        assert both.run("signal", remote=WORDS, remote_offset=128, operand=1) == "ok"
+        assert both._answer() == sent
+
+
+def test_signals_add_up_however_many_are_in_flight(both: Pair) -> None:
+    before, applied = both.ask("word", 64), both.ask("counters")["signals_applied"]
+    count, done, slots = 300, 0, list(range(32))
+    posted = 0
+    while done < count:
+        while slots and posted < count:
+            outcome, status, _ = both.post("signal", slots[-1], remote=WORDS, remote_offset=64, operand=posted + 1)
+            if outcome != "posted":
+                assert outcome == "again", status
+                break
+            slots.pop()
+            posted += 1
+        for slot, _, status, _ in both.probe.poll()[0]:
+            assert status == "ok"
+            slots.append(slot)
+            done += 1
+    assert both.ask("word", 64) - before == count * (count + 1) // 2
+    emulated = not both.probe.capabilities()["remote_atomics"]
+    assert both.ask("counters")["signals_applied"] - applied == (count if emulated else 0)
+
+
+def test_notifications_arrive_whole_once_and_name_their_sender(both: Pair) -> None:
+    both.ask("arrivals")
+    limit = both.probe.capabilities()["notification_bytes_max"]
+    sent = [payload(length, length) for length in (0, 1, 48, 500, limit)]
+    for slot, note in enumerate(sent):
+        assert both.run("notification", slot=slot, payload=note) == "ok"
+    arrived: list[tuple[int, bytes]] = []
+    end = time.monotonic() + 10
+    while len(arrived) < len(sent) and time.monotonic() < end:
+        arrived += both.ask("arrivals")
+    assert arrived == [(0, note) for note in sent]
+    assert both.post("notification", payload=bytes(limit + 1)) == ("failed", "out_of_range", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "status"),
+    [
+        ("write", {"remote_offset": DATA_BYTES - 4, "bytes": 8}, "out_of_range"),
+        ("write", {"remote_offset": 2**64 - 4, "bytes": 8}, "out_of_range"),
+        ("write", {"bytes": DATA_BYTES + 1}, "out_of_range"),
+        ("write", {"local_offset": DATA_BYTES - 4, "bytes": 8}, "out_of_range"),
+        ("read", {"remote_offset": DATA_BYTES, "bytes": 1}, "out_of_range"),
+        ("signal", {"remote": WORDS, "remote_offset": WORD_BYTES - 4}, "out_of_range"),
+        ("signal", {"remote": WORDS, "remote_offset": 12}, "invalid"),
+        ("write", {"remote": 77, "bytes": 8}, "bad_key"),
+        ("write", {"local": 77, "bytes": 8}, "invalid"),
+        ("write", {"endpoint": 9, "bytes": 8}, "invalid"),
+        ("write", {"slot": 1 << 20, "bytes": 8}, "invalid"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_post_and_touches_nothing(both: Pair, kind: str, arguments: dict[str, int], status: str) -> None:
+    both.ask("store", DATA_BYTES - 64, b"\x33" * 64)
+    assert both.post(kind, **{"slot": 5, **arguments}) == ("failed", status, 0)
+    assert both.collect(1, seconds=0.01) == []
+    assert both.ask("load", DATA_BYTES - 64, 64) == b"\x33" * 64
+
+
+def test_an_unknown_peer_is_refused(both: Pair) -> None:
+    assert both.probe.post("write", 0, 5, bytes=8)[:2] == ("failed", "invalid")
+
+
+def test_a_signal_wakes_a_sleeper(both: Pair) -> None:
+    before = both.side.word(0)
+    both.ask("signal_later", 0.02)
+    begin = time.monotonic()
+    while both.probe.poll() and both.side.word(0) == before:  # what landed is looked at between the poll and the sleep
+        assert time.monotonic() - begin < 5, "never woken"
+        both.probe.sleep(5000)
+    assert time.monotonic() - begin < 2.5, "slept on though the signal was there"
+
+
+@EVERY
+def test_a_full_queue_says_again_and_loses_nothing(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, {**setup.options, "transmit_queue": 2}) as both:
+        assert both.run("write", local=DATA, remote=DATA, bytes=8) == "ok"  # connections are made
+        length, count = 512 << 10, 7
+        both.side.store(0, payload(1, length * count))
+        again = posted = done = 0
+        while done < count:
+            if posted < count:
+                place = posted * length
+                outcome, _, _ = both.post("write", posted, local=DATA, local_offset=place, remote=DATA, remote_offset=place, bytes=length)
+                again += outcome == "again"
+                posted += outcome == "posted"
+                if outcome == "posted":
+                    continue
+            finished = both.probe.poll()[0]
+            assert all(entry[2] == "ok" for entry in finished)
+            done += len(finished)
+        assert again > 0
+        assert both.ask("load", 0, length * count) == payload(1, length * count)
+
+
+@EVERY
+def test_a_target_that_does_not_look_pushes_back_and_gets_everything(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options, {**setup.options, "receive_buffers": 2}) as both:
+        notes = [payload(number, 700) for number in range(60)]
+        assert both.run("notification", payload=b"first") == "ok"
+        both.pipe.send(("silent", 0.2))
+        slots, sent, done = list(range(16)), 0, 0
+        while done < len(notes):
+            while slots and sent < len(notes) and both.post("notification", slots[-1], payload=notes[sent])[0] == "posted":
+                slots.pop()
+                sent += 1
+            for entry in both.probe.poll()[0]:
+                assert entry[2] == "ok"
+                slots.append(entry[0])
+                done += 1
+        assert both._answer() is None
+        arrived: list[tuple[int, bytes]] = []
+        end = time.monotonic() + 10
+        while len(arrived) <= len(notes) and time.monotonic() < end:
+            arrived += both.ask("arrivals")
+        assert [note for _, note in arrived] == [b"first", *notes]
+
+
+@EVERY
+def test_a_stale_key_is_an_error_touches_nothing_and_harms_no_other_region(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        both.side.store(0, b"\x11" * 4096)
+        assert both.run("write", local=DATA, remote=DATA, bytes=4096) == "ok"
+        polls = both.ask("deregister", DATA)
+        assert polls > 0 or setup.kind == "local"  # over a wire the target waits until we have said that nothing is on its way
+        for kind in ("write", "read"):
+            assert both.run(kind, local=DATA, remote=DATA, bytes=4096) == "bad_key"
+        assert both.run("signal", remote=DATA, operand=1) == "bad_key"
+        assert both.run("signal", remote=WORDS, remote_offset=8, operand=9) == "ok"
+        assert both.ask("word", 8) == 9
+        key = both.ask("register", DATA, DATA_BYTES)
+        assert both.run("write", local=DATA, remote=DATA, bytes=4096) == "bad_key"  # the old key is not taken for the new one
+        assert both.ask("load", 0, 4096) == bytes(4096)
+        both.probe.add_remote_region(0, DATA, key)
+        assert both.run("write", local=DATA, remote=DATA, bytes=4096) == "ok"
+        assert both.ask("load", 0, 4096) == b"\x11" * 4096
+
+
+@EVERY
+def test_access_rights_of_a_region_hold(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        both.ask("deregister", DATA)
+        both.probe.add_remote_region(0, DATA, both.ask("register", DATA, DATA_BYTES, False, True))
+        assert both.run("write", local=DATA, remote=DATA, bytes=8) == "bad_key"
+        assert both.run("signal", remote=DATA, operand=1) == "bad_key"
+        assert both.run("read", local=DATA, remote=DATA, bytes=8) == "ok"
+
+
+@EVERY
+def test_a_region_in_use_is_not_deregistered(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        assert both.run("write", local=DATA, remote=DATA, bytes=8) == "ok"
+        both.pipe.send(("silent", 0.1))
+        assert both.post("write", 1, local=DATA, remote=DATA, bytes=1 << 20)[0] == "posted"
+        with pytest.raises(UnavailableError, match="in use by 1 operations"):
+            both.probe.deregister_region(DATA)
+        assert both.post("write", 1, local=DATA, remote=DATA, bytes=8) == ("failed", "refused", 0) or setup.kind == "local"
+        assert both.collect(1)[0][2] == "ok"
+        assert both._answer() is None
+
+
+@EVERY
+def test_a_killed_peer_ends_in_errors_never_in_success_and_closing_is_quick(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        assert both.run("notification", payload=b"hello") == "ok"
+        both.pipe.send(("silent", 60))
+        if setup.kind != "local":  # mapped memory outlives its process: a copy there succeeds, and nobody is misled by a signal
+            for slot in range(4):
+                assert both.post("write", slot, local=DATA, remote=DATA, bytes=1 << 20)[0] == "posted"
+        both.kill()
+        if setup.kind != "local":
+            assert {entry[2] for entry in both.collect(4)} == {"peer_dead"}
+        end = time.monotonic() + 0.5
+        statuses = set()
+        while time.monotonic() < end and "peer_dead" not in statuses:
+            statuses.add(both.post("notification", 9, payload=b"anyone?")[1])
+            statuses |= {entry[2] for entry in both.probe.poll()[0]}
+        assert statuses <= {"peer_dead", "would_block", "ok" if setup.kind != "local" else ""}, statuses  # "ok": it was posted, no more
+        assert "peer_dead" in statuses or "would_block" in statuses
+        assert both.probe.close() < CLOSE_S
+
+
+@EVERY
+def test_closing_is_quick_with_operations_on_their_way_to_a_stopped_peer(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        assert both.run("write", local=DATA, remote=DATA, bytes=8) == "ok"
+        both.send_signal(signal.SIGSTOP)
+        try:
+            for slot in range(4):
+                both.post("write", slot, local=DATA, remote=DATA, bytes=1 << 20)
+            assert both.probe.close() < CLOSE_S
+            assert both.probe.close() < 0.1  # again: nothing happens
+            assert both.post("write", 9, local=DATA, remote=DATA, bytes=8) == ("failed", "closed", 0)
+            with pytest.raises(StateError, match="closed"):
+                both.probe.add_peer(1, b"")
+        finally:
+            both.send_signal(signal.SIGCONT)
+
+
+@EVERY
+def test_a_removed_peer_is_forgotten_and_can_come_back(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        blob = Side(setup.kind, setup.options)  # a third provider, in this process
+        both.probe.add_peer(1, blob.probe.address())
+        both.probe.remove_peer(1)
+        assert both.probe.post("notification", 0, 1, payload=b"")[:2] == ("failed", "invalid")
+        both.probe.add_peer(1, blob.probe.address())
+        both.probe.add_remote_region(1, 9, blob.probe.region_key(WORDS))
+        assert both.post("signal", remote=9, operand=1)[:2] == ("failed", "bad_key")  # that region is not peer 0's
+        blob.probe.add_peer(0, both.probe.address())
+        end = time.monotonic() + 10
+        while both.probe.post("signal", 4, 1, remote=9, operand=3)[0] == "again" and time.monotonic() < end:
+            both.probe.poll()
+            blob.probe.poll()
+        finished: list[tuple[int, int, str, int]] = []
+        while not finished and time.monotonic() < end:
+            finished = both.probe.poll()[0]
+            blob.probe.poll()
+        assert finished == [(4, 1, "ok", 0)]
+        assert blob.word(0) == 3
+        blob.probe.close()
+
+
+@WIRE
+def test_two_endpoints_carry_both(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, {**setup.options, "endpoints": 2}) as both:
+        for endpoint in (0, 1):
+            both.side.store(0, payload(endpoint, 9000))
+            assert both.run("write", local=DATA, remote=DATA, bytes=9000, endpoint=endpoint) == "ok"
+            assert both.ask("load", 0, 9000) == payload(endpoint, 9000)
+            assert both.run("signal", remote=WORDS, remote_offset=8 * endpoint, operand=4, endpoint=endpoint) == "ok"
+            assert both.ask("word", 8 * endpoint) == 4
+
+
+@EVERY
+def test_a_forked_child_closes_nothing_of_its_parents(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        assert both.run("write", local=DATA, remote=DATA, bytes=8) == "ok"
+        child = os.fork()
+        if child == 0:
+            both.probe.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        both.side.store(0, payload(3, 4096))
+        assert both.run("write", local=DATA, remote=DATA, bytes=4096) == "ok"
+        assert both.ask("load", 0, 4096) == payload(3, 4096)
+
+
+@pytest.fixture(scope="module", params=["local", "tcp-wheel-atomic"])
+def alone(request: pytest.FixtureRequest) -> Iterator[Side]:
+    setup = SETUPS[request.param]
+    setup.require()
+    side = Side(setup.kind, setup.options)
+    side.probe.add_peer(0, side.probe.address())
+    yield side
+    side.probe.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(noise=st.binary(max_size=200), cut=st.integers(0, 200), flip=st.integers(0, 10_000))
+def test_nothing_that_a_bootstrap_could_bring_is_trusted(alone: Side, noise: bytes, cut: int, flip: int) -> None:
+    for good, take in (
+        (alone.probe.address(), lambda blob: alone.probe.add_peer(3, blob)),
+        (alone.probe.region_key(DATA), lambda blob: alone.probe.add_remote_region(0, 30, blob)),
+    ):
+        changed = bytearray(good)
+        changed[flip % 4] ^= 0xFF  # the mark of its kind and version
+        for bad in (noise, good[: min(cut, len(good) - 1)], bytes(changed)):
+            with pytest.raises(InvalidArgumentError):
+                take(bad)
+
+
+def test_local_memory_that_is_no_file_cannot_be_announced(alone: Side) -> None:
+    if alone.probe.capabilities()["provider"] != "local":
+        pytest.skip("libfabric registers any memory")
+    alone.probe.create_region(5, 4096, mappable=False)
+    with pytest.raises(UnavailableError, match="memfd"):
+        alone.probe.add_remote_region(0, 6, alone.probe.region_key(5))
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(UnavailableError, match="/nowhere/libfabric"):
+        Side("libfabric", {"libraries": ["/nowhere/libfabric.so.1"]})
+    setup = SETUPS["tcp-wheel-atomic"]
+    setup.require()
+    with pytest.raises(UnavailableError, match='no provider "psm9"'):
+        Side("libfabric", {**setup.options, "provider": "psm9"})
+    with pytest.raises(InvalidArgumentError, match='"eth77"'):
+        Side("libfabric", {**setup.options, "interface": "eth77"})
+    with pytest.raises(UnavailableError, match="misbehave"):
+        Side("libfabric", {**setup.options, "provider": "sockets"})
