@@ -1,0 +1,125 @@
+"""Ordering classes and gate policy: data in, data out, so every kind of NIC can be asked for here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from expertwire import _native
+from fabric.provider_setups import SETUPS
+
+HUGE = 2**64 - 1
+ORDERED = {"write_after_write": True, "send_after_write": True, "waw_bytes_max": HUGE, "atomics": True, "delivery_complete": True}
+
+
+def policy(provider: str, settings: dict[str, Any] | None = None, **granted: Any) -> dict[str, Any]:
+    return dict(_native.gate_facts({"provider": provider, **granted}, settings or {}))
+
+
+@pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "tcp", "cxi", "shm"])
+def test_advertised_order_is_not_trusted_where_it_was_seen_broken_or_cannot_be_known(provider: str) -> None:
+    found = policy(provider, **ORDERED)
+    assert (found["ordering"], found["safe"], found["delivery_complete"]) == ("delivery_gated", True, True)
+
+
+@pytest.mark.parametrize("provider", ["cxi", "shm"])
+def test_trust_order_makes_shm_and_cxi_ordered_but_not_forced_rendezvous(provider: str) -> None:
+    trusting = {"trust_order": True}
+    found = policy(provider, trusting, **ORDERED)
+    assert (found["ordering"], found["delivery_complete"]) == ("ordered", False)
+    forced = policy(provider, {**trusting, "rendezvous_threshold": "0"}, **ORDERED)
+    assert forced["ordering"] == ("delivery_gated" if provider == "cxi" else "ordered")
+
+
+def test_trust_order_changes_nothing_for_tcp() -> None:
+    assert policy("tcp;ofi_rxm", {"trust_order": True}, **ORDERED)["ordering"] == "delivery_gated"
+
+
+def test_class_a_needs_the_bit_that_fits_the_signal_a_size_and_one_endpoint() -> None:
+    assert policy("verbs;ofi_rxm", **ORDERED)["ordering"] == "ordered"
+    for change in ({"write_after_write": False}, {"waw_bytes_max": 0}, {"endpoints": 2}):
+        assert policy("verbs;ofi_rxm", **{**ORDERED, **change})["ordering"] == "delivery_gated"
+    by_message = {**ORDERED, "atomics": False}
+    assert (
+        policy(
+            "verbs;ofi_rxm",
+            **by_message,
+        )["ordering"]
+        == "ordered"
+    )
+    assert policy("verbs;ofi_rxm", **{**by_message, "send_after_write": False})["ordering"] == "delivery_gated"
+
+
+def test_nothing_proved_and_nothing_to_gate_on_is_unsafe() -> None:
+    assert not policy("efa")["safe"]
+    assert policy("efa", immediates=True)["ordering"] == "counted_immediates"
+    assert policy("cxi")["safe"]  # its ordinary completion was measured to do
+
+
+@pytest.mark.parametrize("provider", ["sockets", "udp;ofi_rxd", "net"])
+def test_providers_known_to_misbehave_are_not_used(provider: str) -> None:
+    assert not policy(provider, **ORDERED)["safe"]
+
+
+def test_delivery_complete_off_is_refused_where_it_is_unsafe() -> None:
+    off, on = {"delivery_complete": "0"}, {"delivery_complete": "1"}
+    refused = policy("tcp;ofi_rxm", off, **ORDERED)
+    assert "EXPERTWIRE_DELIVERY_COMPLETE=0" in refused["refused"]
+    assert refused["delivery_complete"]  # who does not look at the refusal is safe all the same
+    allowed = policy("cxi", off, **ORDERED)
+    assert (allowed["refused"], allowed["delivery_complete"]) == ("", False)
+    assert policy("verbs", off, **ORDERED)["refused"] == ""
+    assert "EXPERTWIRE_DELIVERY_COMPLETE=1" in policy("cxi", on)["refused"]
+    assert policy("verbs", on, **ORDERED)["delivery_complete"]
+
+
+_LOAD = """
+import ctypes, os, signal, sys
+from expertwire import _native
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT)]
+facts = _native.library_facts([sys.argv[1]])
+_native.provider_facts([sys.argv[1]], {})
+probe = _native.ProviderProbe("libfabric", {"libraries": [sys.argv[1]], "interface": "lo"})
+print(libc.getenv(b"IPATH_NO_BACKTRACE"))
+try:
+    signal.raise_signal(signal.SIGINT)
+    print("nothing")
+except KeyboardInterrupt:
+    print("KeyboardInterrupt")
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+@pytest.mark.parametrize("name", ["tcp-system-atomic", "tcp-wheel-atomic"])
+def test_loading_leaves_signals_and_environment_as_they_were(name: str, given: str | None) -> None:
+    setup = SETUPS[name]
+    setup.require()
+    environment = {key: value for key, value in os.environ.items() if key != "IPATH_NO_BACKTRACE"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    if given is not None:
+        environment["IPATH_NO_BACKTRACE"] = given
+    done = subprocess.run([sys.executable, "-c", _LOAD, setup.library], env=environment, capture_output=True, text=True, timeout=60)
+    expected = "None" if given is None else repr(given.encode())
+    assert done.stdout.split() == [expected, "KeyboardInterrupt"], done.stderr
+    assert done.returncode == -15  # SIGTERM still ends it
+
+
+def test_the_best_version_wins_and_what_failed_is_told() -> None:
+    system, wheel = SETUPS["tcp-system-atomic"], SETUPS["tcp-wheel-atomic"]
+    system.require()
+    wheel.require()
+    facts = _native.library_facts(["/nowhere/libfabric.so.1", system.library, wheel.library])
+    versions = [tuple(row["version"]) for row in facts["tried"]]
+    assert facts["version"] == max(versions)
+    assert versions[0] == (0, 0)
+    assert "/nowhere" in facts["tried"][0]["error"]
+    none = _native.library_facts(["/nowhere/libfabric.so.1"])
+    assert not none["found"]
+    assert "apt install libfabric1" in none["message"]
