@@ -1,0 +1,271 @@
+"""One rank's end of the transport."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from expertwire.errors import InvalidTypeError
+from expertwire.fabric.config import Settings
+from expertwire.fabric.discover import choose_interface, choose_provider, library_candidates
+from expertwire.fabric.native import Context
+from expertwire.fabric.region import Region
+from expertwire.fabric.request import Chunk, Request, Scope, Signal, Watcher
+from expertwire.fabric.stats import Statistics
+
+
+class Endpoint:
+    """Reaches the peers of a job of `size` ranks: one-sided writes and reads, signals that never overtake their data, notifications.
+
+    Every rank makes one, creates or registers its regions, passes `blob()` to the others by whatever means it has, calls `add_peer()` for
+    each of them and then `start()`. A context manager; `close()` ends it. Its calls may come from several threads, not from a forked child.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        settings: Settings | None = None,
+        *,
+        counters: int = 0,
+        lanes: int = 1,
+        hosts: int = 1,
+        heartbeat_ms: int = 1000,
+        silence_ms: int = 5000,
+        requests_max: int = 4096,
+    ) -> None:
+        """`counters`: 64-bit words that peers' signals add to. `lanes`: ordered queue pairs per peer. `hosts`: how many hosts the ranks
+        are on (chooses the interface). A peer on another host that has not been heard for `silence_ms` is dead.
+
+        Raises `InvalidArgumentError`, `UnavailableError` (no such provider here), `CapacityError` (no memory).
+        """
+        self.settings = Settings.from_environment() if settings is None else settings
+        self.timeout_ms = self.settings.timeout_ms
+        self._remotes: dict[tuple[int, str], int] = {}
+        self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watcher] = weakref.WeakKeyDictionary()
+        provider = choose_provider(self.settings)
+        options: dict[str, Any] = {
+            "provider": provider,
+            "max_outstanding": self.settings.max_outstanding,
+            "lanes": lanes,
+            "requests_max": requests_max,
+            "counters": counters,
+            "timeout_ms": self.settings.timeout_ms,
+            "hard_timeout_ms": self.settings.hard_timeout(),
+            "heartbeat_ms": heartbeat_ms,
+            "silence_ms": silence_ms,
+            "sync_writes": self.settings.sync_writes,
+            "liveness": self.settings.liveness,
+            **self.settings.provider_settings(),
+        }
+        if provider != "local":
+            options["libraries"] = library_candidates(self.settings)
+            options["source_address"] = choose_interface(self.settings, hosts).address
+            options["signal_path"] = self.settings.signal_path
+        # In this order: where an endpoint is dropped unclosed, the core ends before the memory that it may still read.
+        self.native = Context(rank, size, options)
+        self._kept: dict[int, object] = {}
+        self.rank = rank
+        self.size = size
+        self.provider = str(self.native.capabilities["provider"])
+
+    def __repr__(self) -> str:
+        return f"Endpoint(rank {self.rank} of {self.size}, {self.provider}{', closed' if self.native.closed else ''})"
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- regions
+
+    def region(self, name: str, nbytes: int) -> Region:
+        """Create a shared region of `nbytes` zero bytes. Peers know it by `name` once they have a `blob()` made after this call."""
+        return Region(self, self.native.create_region(name, nbytes), name, shared=True)
+
+    def register(self, memory: Any) -> Region:
+        """Register the caller's memory: a writable buffer (bytearray, numpy array) or a CPU tensor, contiguous. It is kept alive."""
+        address, nbytes = _extent(memory)
+        number = self.native.register_region(address, nbytes)
+        self._kept[number] = memory
+        return Region(self, number, f"#{number}", shared=False)
+
+    def counters(self) -> Region:
+        """The 64-bit words that peers' signals add to (`counters=` of the constructor)."""
+        return Region(self, self.native.region("counters"), "counters", shared=True)
+
+    # ---- peers
+
+    def blob(self) -> bytes:
+        """What the other ranks need in order to reach this one. Not secret, not executable."""
+        return self.native.blob()
+
+    def add_peer(self, rank: int, blob: bytes) -> None:
+        """Make `rank` reachable. Again with a newer blob: its new regions.
+
+        Raises `InvalidArgumentError` (rank, malformed blob), `MismatchError` (another version, provider or size), `PeerError` (gone).
+        """
+        self.native.add_peer(rank, blob)
+        self._forget(rank)
+
+    def remove_peer(self, rank: int) -> None:
+        """End all traffic with `rank`; its requests fail. `add_peer()` may follow."""
+        self.native.remove_peer(rank)
+        self._forget(rank)
+
+    def start(self) -> None:
+        """Start the progress thread. After every `add_peer()` of the bootstrap."""
+        self.native.start()
+
+    def fault(self) -> tuple[int, str] | None:
+        """(rank, why) of the first dead peer, the root cause and not its messenger; None while all live."""
+        found = self.native.fault()
+        return None if found is None else (found[0], found[2])
+
+    # ---- requests
+
+    def write(
+        self,
+        peer: int,
+        region: Region,
+        remote: str,
+        nbytes: int | None = None,
+        *,
+        offset: int = 0,
+        remote_offset: int = 0,
+        lane: int = 0,
+        signal: Signal | None = None,
+        notification: bytes | None = None,
+        timeout_ms: int | None = None,
+    ) -> Request:
+        """Write bytes of `region` into the peer's region `remote`; `signal` and `notification` follow once they are there.
+
+        Returns at once, or waits up to `timeout_ms` where the tables are full (then `DeadlineError`, and nothing was taken).
+        """
+        chunk = Chunk(region, remote, region.bytes - offset if nbytes is None else nbytes, offset, remote_offset, lane)
+        return self.submit("write", peer, [chunk], [signal] if signal else [], notification, timeout_ms=timeout_ms)
+
+    def read(
+        self,
+        peer: int,
+        region: Region,
+        remote: str,
+        nbytes: int | None = None,
+        *,
+        offset: int = 0,
+        remote_offset: int = 0,
+        lane: int = 0,
+        signal: Signal | None = None,
+        notification: bytes | None = None,
+        timeout_ms: int | None = None,
+    ) -> Request:
+        """Read bytes of the peer's region `remote` into `region`; done when they are here. Otherwise as `write()`."""
+        chunk = Chunk(region, remote, region.bytes - offset if nbytes is None else nbytes, offset, remote_offset, lane)
+        return self.submit("read", peer, [chunk], [signal] if signal else [], notification, timeout_ms=timeout_ms)
+
+    def signal(self, peer: int, value: int, offset: int = 0, *, remote: str = "counters", scope: Scope = Scope.REQUEST) -> Request:
+        """Add `value` to a 64-bit word of the peer, behind what `scope` covers."""
+        return self.submit("write", peer, [], [Signal(value, offset, remote, scope)])
+
+    def notify(self, peer: int, payload: bytes) -> Request:
+        """Send a message that the peer takes by `notifications()`. The limit is `capabilities["notification_bytes_max"]`."""
+        return self.submit("write", peer, [], [], payload)
+
+    def submit(
+        self,
+        kind: str,
+        peer: int,
+        chunks: Sequence[Chunk],
+        signals: Sequence[Signal] = (),
+        notification: bytes | None = None,
+        *,
+        delivered: bool = True,
+        timeout_ms: int | None = None,
+    ) -> Request:
+        """One request of many chunks (`kind`: "write" or "read"), which ends once, when all of it has.
+
+        `delivered=False` lets it end when the local bytes may be reused, where the provider tells. Raises `InvalidArgumentError`,
+        `DeadlineError` (full for `timeout_ms`), `PeerError`, `TransferError` (a latched error of the lane), `StateError`.
+        """
+        for chunk in chunks:
+            chunk.region.require_open()
+        native = self.native.submit(
+            peer,
+            kind,
+            [(c.region.number, c.offset, self._remote(peer, c.remote), c.remote_offset, c.nbytes, c.lane) for c in chunks],
+            [(self._remote(peer, s.remote), s.offset, s.value % 2**64, s.scope, s.lane) for s in signals],
+            notification,
+            delivered,
+            self.timeout_ms if timeout_ms is None else timeout_ms,
+        )
+        return Request(self, native, kind if chunks else "signal")
+
+    # ---- waits
+
+    def wait_counter(self, index: int, at_least: int, timeout_ms: int | None = None) -> bool:
+        """Until counter `index` is at least `at_least`; False when the deadline passed. Raises `PeerError`."""
+        limit = self.timeout_ms if timeout_ms is None else timeout_ms
+        return self.native.wait_word(self.native.region("counters"), 8 * index, at_least, limit)
+
+    def notifications(self) -> list[tuple[int, bytes]]:
+        """(rank, payload) of what has arrived, in order; each once."""
+        return self.native.take_notifications()
+
+    def quiet(self, timeout_ms: int | None = None) -> None:
+        """Until everything submitted before this call has ended. Raises `DeadlineError`, `TransferError` (a failed request), `PeerError`."""
+        self.native.quiet(self.timeout_ms if timeout_ms is None else timeout_ms)
+
+    def barrier(self, timeout_ms: int | None = None) -> None:
+        """Until every rank is here and what each sent before is there. Raises `DeadlineError` naming who is missing, `PeerError`."""
+        self.native.barrier(self.timeout_ms if timeout_ms is None else timeout_ms)
+
+    # ---- the end
+
+    def statistics(self) -> Statistics:
+        """A snapshot of everything that is counted."""
+        return Statistics.from_native(self.native.statistics())
+
+    def close(self, timeout_ms: int = 2000) -> None:
+        """Let what was submitted end for at most `timeout_ms`, tell the peers, release everything. Idempotent."""
+        self.native.close(timeout_ms)
+
+    def watcher(self) -> Watcher:
+        """What wakes the running event loop's tasks."""
+        loop = asyncio.get_running_loop()
+        found = self._watchers.get(loop)
+        if found is None:
+            found = self._watchers[loop] = Watcher(self, loop)
+        return found
+
+    def _remote(self, peer: int, name: str) -> int:
+        found = self._remotes.get((peer, name))
+        if found is None:
+            found = self._remotes[peer, name] = self.native.remote_region(peer, name)
+        return found
+
+    def let_go(self, region: int) -> None:
+        """The region is deregistered: its memory may go."""
+        self._kept.pop(region, None)
+
+    def _forget(self, rank: int) -> None:
+        self._remotes = {key: value for key, value in self._remotes.items() if key[0] != rank}
+
+
+def _extent(memory: Any) -> tuple[int, int]:
+    if hasattr(memory, "data_ptr"):  # a tensor, without importing torch
+        if not memory.is_contiguous() or memory.device.type != "cpu":
+            raise InvalidTypeError(f"memory is a tensor on {memory.device} of strides {memory.stride()}; it must be contiguous, on the CPU")
+        return int(memory.data_ptr()), int(memory.numel() * memory.element_size())
+    import ctypes
+
+    try:
+        view = memoryview(memory)
+    except TypeError:
+        raise InvalidTypeError(f"memory is a {type(memory).__name__}; it must be a CPU tensor or have the buffer protocol") from None
+    if view.readonly or not view.c_contiguous:
+        raise InvalidTypeError("memory must be writable and contiguous")
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view.cast("B") if view.nbytes else view)), view.nbytes
