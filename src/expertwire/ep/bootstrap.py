@@ -20,6 +20,7 @@ from expertwire.ep.layout import check_node_table
 from expertwire.ep.neighbours import Door, Neighbour
 from expertwire.errors import InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
 from expertwire.fabric.config import Settings
+from expertwire.fabric.discover import choose_provider, nodes_from_pairs
 
 if TYPE_CHECKING:
     from expertwire.fabric.native import Context
@@ -143,8 +144,6 @@ def _given_table(launch: Launch, settings: Settings, node_of: Sequence[object] |
 
 def _proved_nodes(launch: Launch, door: Door, others: Sequence[Neighbour], table: tuple[int, ...] | None) -> tuple[int, ...]:
     """Nodes by mapping a probe region for each pair; a table that was given must be proved where it puts ranks together."""
-    from expertwire.fabric.discover import nodes_from_pairs
-
     me = others[launch.rank]
 
     def prove() -> list[bool]:
@@ -173,9 +172,9 @@ def connect(
     settings: Settings,
     node_of: Sequence[object] | None,
     facts: Mapping[str, str],
-    build: Callable[[tuple[int, ...], Settings], Context],
+    build: Callable[[tuple[int, ...], Settings, int], Context],
 ) -> Wiring:
-    """Compare settings and facts, prove nodes, have `build(node_of, settings)` make a context with its regions, wire it and start it.
+    """Compare settings and facts, prove nodes, have `build(node_of, settings, hosts)` make a context with its regions, wire it and start it.
 
     Collective. A failure on any rank is raised on all of them.
     """
@@ -189,7 +188,7 @@ def connect(
         made: list[Context] = []
 
         def build_mine() -> bytes:
-            made.append(build(nodes, chosen))
+            made.append(build(nodes, chosen, hosts))
             return bytes(made[0].blob())
 
         try:
@@ -231,13 +230,8 @@ def _meet(
 
 def _choose_provider(settings: Settings, nodes: tuple[int, ...], hosts: int) -> str:
     """The provider named, else `local` where one node has all ranks, else the best that this machine has."""
-    provider = settings.provider
-    if not provider and max(nodes) == 0:
-        provider = "local"
-    elif not provider:
-        from expertwire.fabric.discover import choose_provider
-
-        provider = choose_provider(settings)
+    one_node = not settings.provider and max(nodes) == 0
+    provider = "local" if one_node else choose_provider(settings)
     if provider == "local" and hosts > 1:
         raise UnavailableError(
             f"the ranks are on {hosts} hosts and the provider is 'local', which serves one host: "

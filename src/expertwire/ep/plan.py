@@ -135,10 +135,10 @@ def combine_extent(rows: int, row_bytes: int, topk: int, has_weights: bool) -> E
     return Extent(0, weights, weights, weights, align_up(weights + (rows * topk * 4 if has_weights else 0)))
 
 
-def control_bytes(nodes: Nodes, local_experts_max: int) -> int:
+def control_bytes(nodes: Nodes, local_experts_max: int, ring_slots: int) -> int:
     """Bytes of the control region: words, then notify slots by parity and source, then one outgoing slot per rank."""
     notify = align_up(NOTIFY_HEADER_BYTES + 4 * (nodes.ranks + nodes.count + local_experts_max))
-    return align_up(8 * (7 * nodes.ranks + 2 * nodes.count)) + 3 * nodes.ranks * notify
+    return align_up(8 * ((6 + ring_slots) * nodes.ranks + (1 + ring_slots) * nodes.count)) + 3 * nodes.ranks * notify
 
 
 def staging_bytes(nodes: Nodes, rank: int, ring_slots: int, slot_bytes: int) -> int:

@@ -20,6 +20,7 @@ from expertwire.ep.handle import Handle
 from expertwire.ep.layout import expert_bounds
 from expertwire.errors import CapacityError, ExpertwireError
 from expertwire.fabric.config import Settings
+from expertwire.fabric.discover import choose_interface, library_candidates
 
 if TYPE_CHECKING:
     from expertwire.fabric.native import Context, DispatchResult, Exchange
@@ -103,19 +104,22 @@ def memory_plan(
     return [(layout["control_bytes"], layout["staging_bytes"], data) for layout in layouts]
 
 
-def context_options(settings: Settings) -> dict[str, object]:
+def context_options(settings: Settings, hosts: int) -> dict[str, object]:
     """The settings as the core takes them."""
-    return {
+    options: dict[str, object] = {
         "provider": settings.provider,
-        "interface": settings.interface,
         "max_outstanding": settings.max_outstanding,
         "timeout_ms": settings.timeout_ms,
         "hard_timeout_ms": settings.hard_timeout(),
         "sync_writes": settings.sync_writes,
-        "delivery_complete": {"auto": -1, "0": 0, "1": 1}[settings.delivery_complete],
-        "trust_order": settings.trust_order,
         "liveness": settings.liveness,
+        **settings.provider_settings(),
     }
+    if settings.provider != "local":
+        options["libraries"] = library_candidates(settings)
+        options["source_address"] = choose_interface(settings, hosts).address
+        options["signal_path"] = settings.signal_path
+    return options
 
 
 def _release(context: Context, pid: int) -> None:
@@ -155,12 +159,12 @@ class CpuBackend:
         """Build this rank's part and wire it to the others. Collective."""
         settings = settings_for(provider, timeout_ms)
 
-        def build(nodes: tuple[int, ...], chosen: Settings) -> Context:
+        def build(nodes: tuple[int, ...], chosen: Settings, hosts: int) -> Context:
             from expertwire.fabric.native import Context, Exchange
 
             slots, slot_bytes = ring_geometry(nodes, local_experts_max, staging_bytes_max)
             layout = Exchange.layout(launch.rank, list(nodes), local_experts_max, slots, slot_bytes)
-            context = Context(launch.rank, launch.size, context_options(chosen))
+            context = Context(launch.rank, launch.size, context_options(chosen, hosts))
             context.create_region("control", layout["control_bytes"])
             context.create_region("staging", max(layout["staging_bytes"], 64))
             context.create_region("data", align_up(data_bytes or DATA_BYTES, EXTENT_ALIGNMENT))
