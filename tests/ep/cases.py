@@ -33,6 +33,7 @@ class Case:
     strided: bool = False
     seed: int = 0
     staging: int = 0  # num_rdma_bytes: small rings make credits turn round
+    provider: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -135,7 +136,7 @@ def run_case(rank: Rank, case: Case) -> dict[str, Any]:
 
 def _run_case(rank: Rank, case: Case) -> dict[str, Any]:
     given = inputs(case, rank.rank)
-    buffer = rank.buffer(case.node_of, num_rdma_bytes=case.staging)
+    buffer = rank.buffer(case.node_of, num_rdma_bytes=case.staging, provider=case.provider)
     region = buffer.get_local_buffer_tensor(torch.uint8)
     region[:POISONED_BYTES].fill_(POISON)
     per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(given.topk_idx, case.experts)
@@ -164,8 +165,8 @@ def _run_case(rank: Rank, case: Case) -> dict[str, Any]:
     y = expert_output(received, rank.rank)
     if case.strided:
         y = _strided(y)
-    bias = given.biases if len(given.biases) != 1 else given.biases[0]
-    combined, combined_weights, event = buffer.combine(y, handle, topk_weights=weights, bias=bias or None, async_finish=True)
+    bias = given.biases if len(given.biases) == 2 else next(iter(given.biases), None)
+    combined, combined_weights, event = buffer.combine(y, handle, topk_weights=weights, bias=bias, async_finish=True)
     assert event.event is not None
     out |= {"combined": _plain(combined), "combined_weights": _plain(combined_weights)}
     # The same routing again, other rows; and a combine whose input lies in the data region already.

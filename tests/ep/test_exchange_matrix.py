@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,4 +11,123 @@ import torch
 from ep.cases import Case, expert_output, inputs, run_case
 from harness import World
 
-from expertwire.ep import reference
+from expertwire.ep.reference import reference_combine, reference_dispatch, reference_layout
+
+# Node tables: 1, 2, 3, 4, 5, 8 and 12 ranks; nodes of 1, 2, 3 and 4; uneven ones, and ranks of a node that are not neighbours.
+TABLES: dict[str, tuple[int, ...]] = {
+    "1": (0,),
+    "2": (0, 0),
+    "2 by 1": (0, 1),
+    "3": (0, 0, 0),
+    "3 uneven": (0, 1, 1),
+    "4 by 2": (0, 0, 1, 1),
+    "4 by 1": (0, 1, 2, 3),
+    "5 uneven": (0, 0, 0, 1, 1),
+    "5 mixed": (1, 0, 1, 2, 0),
+    "8 by 4": (0, 0, 0, 0, 1, 1, 1, 1),
+    "8 by 2": (0, 0, 1, 1, 2, 2, 3, 3),
+    "12 by 3": (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3),
+    "12 by 4": (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2),
+    "12": (0,) * 12,
+}
+
+
+def some(ranks: int, most: int) -> tuple[int, ...]:
+    """Another number of tokens on each rank, none on some."""
+    return tuple((7 * rank + 3) * most // 11 % (most + 1) if rank % 3 != 1 else 0 for rank in range(ranks))
+
+
+def cases(node_of: tuple[int, ...]) -> list[Case]:
+    """Shapes looped inside one group."""
+    ranks = len(node_of)
+    plain = Case(node_of, (9,) * ranks)
+    return [
+        plain,
+        replace(plain, hidden=8, topk=1, experts=ranks, seed=1),
+        replace(plain, hidden=2880, topk=8, experts=4 * ranks + 3, biases=1, seed=2),  # E not divisible by R
+        replace(plain, hidden=8192, tokens=(5,) * ranks, topk=6, experts=32, biases=2, seed=3),
+        replace(plain, topk=16, experts=64, index="int32", seed=4),
+        replace(plain, topk=22, experts=40, ids="sparse", seed=5),
+        replace(plain, topk=2, experts=max(1, ranks - 1), seed=6),  # E < R: some ranks own none
+        replace(plain, tokens=some(ranks, 40), topk=5, ids="skewed", seed=7),
+        replace(plain, tokens=(0,) * ranks, seed=8),
+        replace(plain, tokens=(*(0,) * (ranks - 1), 13), seed=9),
+        replace(plain, ids="none", biases=1, seed=10),
+        replace(plain, ids="same", topk=3, seed=11),
+        replace(plain, strided=True, biases=2, hidden=24, seed=12),
+        replace(plain, weights=False, index="int32", hidden=1, seed=13),
+        replace(plain, topk=9, experts=257, seed=14),
+    ]
+
+
+def plain(value: torch.Tensor | None) -> Any:
+    if value is None:
+        return None
+    return value.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
+
+
+def expected(case: Case) -> list[dict[str, Any]]:
+    """What run_case must give, by rank."""
+    given = [inputs(case, rank) for rank in range(case.ranks)]
+    ids = [one.topk_idx for one in given]
+    weights = [one.topk_weights for one in given] if case.weights else None
+    layouts = [reference_layout(one, case.experts, case.node_of) for one in ids]
+    in_ranks = [layout.in_rank for layout in layouts]
+    received = reference_dispatch([one.x for one in given], in_ranks, ids, weights, case.experts)
+    again = reference_dispatch([-one.x for one in given], in_ranks)
+    ys = [expert_output(one.x, rank) for rank, one in enumerate(received)]
+    received_weights = [one.topk_weights for one in received] if case.weights else None
+    combined = reference_combine(ys, in_ranks, case.node_of, received_weights, [one.biases for one in given])
+    again_combined = reference_combine([one.x for one in again], in_ranks, case.node_of)
+    prefix = torch.stack([layout.per_rank for layout in layouts]).cumsum(0, dtype=torch.int32)
+    return [
+        {
+            "per_rank": plain(layouts[rank].per_rank),
+            "per_node": plain(layouts[rank].per_node),
+            "per_expert": plain(layouts[rank].per_expert),
+            "in_rank": plain(layouts[rank].in_rank),
+            "x": plain(received[rank].x),
+            "topk_idx": plain(received[rank].topk_idx),
+            "topk_weights": plain(received[rank].topk_weights),
+            "real_counts": received[rank].expert_counts,
+            "counts": [-(-count // 8) * 8 for count in received[rank].expert_counts],
+            "src_idx": plain(received[rank].src_idx),
+            "prefix": plain(prefix),
+            "combined": plain(combined[rank][0]),
+            "combined_weights": plain(combined[rank][1]),
+            "again": plain(again[rank].x),
+            "again_combined": plain(again_combined[rank][0]),
+        }
+        for rank in range(case.ranks)
+    ]
+
+
+def check(world: World, case: Case) -> None:
+    for rank, (want, got) in enumerate(zip(expected(case), world.run(case.ranks, run_case, case), strict=True)):
+        assert want.keys() == got.keys()
+        for name, value in want.items():
+            where = f"{name} of rank {rank} in {case}"
+            if isinstance(value, np.ndarray):
+                assert got[name].dtype == value.dtype, where
+                np.testing.assert_array_equal(got[name], value, err_msg=where)
+            else:
+                assert got[name] == value, where
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_shape_as_the_oracle_says(world: World, table: str) -> None:
+    for case in cases(TABLES[table]):
+        check(world, case)
+
+
+@pytest.mark.parametrize(
+    ("table", "provider"),
+    [("4 by 2", "local"), ("4 by 2", "tcp"), ("5 uneven", "tcp"), ("8 by 4", "tcp")],
+    ids=str,
+)
+def test_rings_that_turn_round(world: World, table: str, provider: str) -> None:
+    """Slots of 64 KiB, two of them: many chunks wait for credit."""
+    node_of = TABLES[table]
+    case = Case(node_of, some(len(node_of), 200), hidden=4096, experts=24, topk=6, staging=1 << 20, provider=provider, seed=21)
+    check(world, case)
+    check(world, replace(case, ids="skewed", biases=1, seed=22))

@@ -174,7 +174,7 @@ def connect(
     facts: Mapping[str, str],
     build: Callable[[tuple[int, ...], Settings, int], Context],
 ) -> Wiring:
-    """Compare settings and facts, prove nodes, have `build(node_of, settings, hosts)` make a context with its regions, wire it and start it.
+    """Compare settings and facts, prove nodes, let `build(node_of, settings, hosts)` make a context with its regions, and wire it.
 
     Collective. A failure on any rank is raised on all of them.
     """
