@@ -216,7 +216,7 @@ class Endpoint:
         return self.native.take_notifications()
 
     def quiet(self, timeout_ms: int | None = None) -> None:
-        """Until everything submitted before this call has ended. Raises `DeadlineError`, `TransferError` (a failed request), `PeerError`."""
+        """Until everything submitted before this call has ended. Raises `DeadlineError`, `TransferError` (one failed), `PeerError`."""
         self.native.quiet(self.timeout_ms if timeout_ms is None else timeout_ms)
 
     def barrier(self, timeout_ms: int | None = None) -> None:

@@ -1,0 +1,140 @@
+"""Real ranks for the tests of endpoints: one process each, driven by the test over a pipe.
+
+A body is a function `body(endpoint, *arguments)` of a module that the processes can import; it runs in a rank's process and its result, or
+its exception, comes back.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from expertwire.fabric.config import Settings
+
+ANSWER_S = 60.0
+LOCAL = Settings(provider="local", timeout_ms=20_000)
+TCP = Settings(provider="tcp", timeout_ms=20_000)
+DATA_BYTES = 1 << 20
+COUNTERS = 64
+
+
+class RankError(AssertionError):
+    """A body failed in its rank; the message holds the rank's traceback."""
+
+
+def serve(connection: Connection, rank: int, size: int, settings: Settings, arguments: dict[str, Any], share: bool) -> None:
+    """The life of one rank's process."""
+    from expertwire.fabric.endpoint import Endpoint
+
+    with Endpoint(rank, size, settings, **{"counters": COUNTERS, **arguments}) as endpoint:
+        endpoint.region("data", DATA_BYTES)
+        connection.send((os.getpid(), {name: endpoint.native.region_fd(endpoint.native.region(name)) for name in ("runtime", "data")}))
+        connection.send(endpoint.blob())
+        peers = connection.recv()
+        for peer, (pid, descriptors, blob) in enumerate(peers):
+            if peer == rank:
+                continue
+            endpoint.add_peer(peer, blob)
+            for name, number in descriptors.items() if share else ():
+                with open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
+                    endpoint.native.map_peer(peer, name, file.fileno())
+        connection.send("mapped")
+        connection.recv()
+        endpoint.start()
+        while (work := connection.recv()) is not None:
+            body, given = work
+            try:
+                connection.send((True, body(endpoint, *given)))
+            except Exception as error:
+                connection.send((False, (error, traceback.format_exc())))
+
+
+@dataclass
+class Rank:
+    """One process, seen from the test."""
+
+    process: Any
+    connection: Connection
+    rank: int
+    pid: int = 0
+    descriptors: dict[str, int] = field(default_factory=dict)
+
+    def ask(self, body: Callable[..., Any], *arguments: Any) -> None:
+        """Start a body; `answer()` takes its result."""
+        self.connection.send((body, arguments))
+
+    def answer(self, timeout_s: float = ANSWER_S) -> Any:
+        """What the body returned; what it raised is raised here."""
+        if not self.connection.poll(timeout_s):
+            raise RankError(f"rank {self.rank} has not answered within {timeout_s} s")
+        fine, value = self.connection.recv()
+        if fine:
+            return value
+        error, where = value
+        error.add_note(f"in rank {self.rank}:\n{where}")
+        raise error
+
+    def call(self, body: Callable[..., Any], *arguments: Any) -> Any:
+        self.ask(body, *arguments)
+        return self.answer()
+
+
+class Group:
+    """Connected ranks."""
+
+    def __init__(self, members: list[Rank]) -> None:
+        self.members = members
+
+    def __getitem__(self, rank: int) -> Rank:
+        return self.members[rank]
+
+    def all(self, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The body on every rank at once; the results by rank."""
+        for member in self.members:
+            member.ask(body, *arguments)
+        return [member.answer() for member in self.members]
+
+
+@contextmanager
+def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: Any) -> Iterator[Group]:
+    """`share`: the ranks map each other's regions, as ranks of one node do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "expertwire.fabric.native", "expertwire.fabric.endpoint"])
+    members = []
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, rank, size, settings, arguments, share), daemon=True)
+            process.start()
+            theirs.close()
+            members.append(Rank(process, ours, rank))
+        for member in members:
+            assert member.connection.poll(ANSWER_S), f"rank {member.rank} did not start"
+            member.pid, member.descriptors = member.connection.recv()
+        blobs = [(member.pid, member.descriptors, member.connection.recv()) for member in members]
+        for word in (blobs, None):
+            for member in members:
+                member.connection.send(word)
+            if word is not None:
+                for member in members:
+                    assert member.connection.recv() == "mapped"
+        yield Group(members)
+    finally:
+        for member in members:
+            if member.process.is_alive():
+                try:
+                    member.connection.send(None)
+                except OSError:
+                    continue
+        for member in members:
+            member.process.join(10)
+            if member.process.is_alive():
+                member.process.kill()
+                member.process.join(10)
+            member.connection.close()
