@@ -104,7 +104,11 @@ void LibfabricProvider::complete(OperationContext& context, Status status, int c
     if (context.bounce != OperationContext::kNone)
         free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
     if (context.state == State::posted_unanswered && status == Status::ok) {
-        context.state = State::unanswered;
+        if (context.peer->removed) {
+            finish(context, Status::peer_dead, code, completions, count);
+        } else {
+            context.state = State::unanswered;
+        }
         return;
     }
     if (context.state == State::answered && status == Status::ok) status = context.answer;

@@ -299,6 +299,11 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     std::unique_ptr<Peer> entry = std::move(peers_[peer.value]);
     by_instance_.erase(entry->instance);
     entry->removed = true;
+    for (OperationContext& context : objects_->contexts) {  // emulated signals whose answer will not come any more
+        if (context.peer != entry.get() || context.state != OperationContext::State::unanswered) continue;
+        context.state = OperationContext::State::idle;
+        immediate_.push_back({context.ticket, Status::peer_dead, context.level, 0});
+    }
     std::erase_if(retired_, [&](const std::unique_ptr<Peer>& old) { return old->in_flight == 0; });
     free_peer(*entry);
     if (entry->in_flight != 0) retired_.push_back(std::move(entry));

@@ -1,5 +1,5 @@
-// The contract between the core and whatever touches a network. One implementation per kind of network; the simulated one
-// obeys the same contract in virtual time. A provider is driven by one thread at a time (whoever holds the progress
+// The contract between the core and whatever touches a network. One implementation per kind of network; the simulated
+// one obeys the same contract in virtual time. A provider is driven by one thread at a time (whoever holds the progress
 // token), never throws out of post() or poll(), never blocks, and never retries by itself.
 #pragma once
 
@@ -56,8 +56,8 @@ class Provider {
     // Revokes the region's key. `would_block`: a peer may still be writing into it; poll and call again (nothing new is
     // taken for it meanwhile). `refused`: operations of our own use it.
     virtual ControlResult deregister_region(RegionId id) = 0;
-    virtual std::vector<std::byte> address(EndpointId endpoint) const = 0;       // for the bootstrap
-    virtual std::vector<std::byte> region_key(RegionId id) const = 0;            // for the bootstrap
+    virtual std::vector<std::byte> address(EndpointId endpoint) const = 0;  // for the bootstrap
+    virtual std::vector<std::byte> region_key(RegionId id) const = 0;       // for the bootstrap
     virtual ControlResult add_peer(PeerId peer, std::span<const std::byte> address) = 0;
     virtual ControlResult remove_peer(PeerId peer) = 0;
     virtual ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) = 0;
@@ -66,8 +66,8 @@ class Provider {
     virtual PostResult post(const PostCommand& command) = 0;
     virtual std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) = 0;
 
-    // A descriptor that becomes readable when poll() has work, or -1 where the provider has none (bounded polling then).
-    // may_sleep() is asked right before sleeping on it (fi_trywait): false means poll again first.
+    // A descriptor that becomes readable when poll() has work, or -1 where the provider has none (bounded polling
+    // then). may_sleep() is asked right before sleeping on it (fi_trywait): false means poll again first.
     virtual int wait_fd() const = 0;
     virtual bool may_sleep() = 0;
 
