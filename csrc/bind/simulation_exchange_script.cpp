@@ -41,12 +41,15 @@ void fill_weights(std::vector<float>& weights, std::uint64_t count, Random& rand
 }
 
 void choose_nodes(Script& script, Random& random, Coverage& coverage) {
-    const auto ranks = static_cast<std::uint32_t>(random.between(1, random.chance(0.3) ? 12 : 6));
-    const auto nodes = static_cast<std::uint32_t>(random.between(1, std::min<std::uint32_t>(ranks, 4)));
-    const std::uint64_t form = random.below(3);
+    const bool wide = random.chance(0.004);  // a node of more ranks than a word has bits
+    const auto ranks = static_cast<std::uint32_t>(wide ? 70 : random.between(1, random.chance(0.3) ? 12 : 6));
+    const auto nodes = static_cast<std::uint32_t>(wide ? 2 : random.between(1, std::min<std::uint32_t>(ranks, 4)));
+    const std::uint64_t form = wide ? 3 : random.below(3);
     for (std::uint32_t rank = 0; rank < ranks; ++rank) {
         if (form == 0) {
             script.node_of.push_back(rank * nodes / ranks);  // neighbours
+        } else if (form == 3) {
+            script.node_of.push_back(rank % 32 == 0 ? 1 : 0);
         } else if (form == 1) {
             script.node_of.push_back(rank % nodes);  // dealt out
         } else {
@@ -63,6 +66,7 @@ void choose_nodes(Script& script, Random& random, Coverage& coverage) {
     coverage["ranks_" + std::to_string(ranks)]++;
     coverage["nodes_" + std::to_string(nodes)]++;
     coverage["uneven_nodes"] += smallest != largest;
+    coverage["mask_of_two_words"] += wide;
     coverage["scattered_nodes"] += !std::is_sorted(script.node_of.begin(), script.node_of.end());
 }
 

@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::uint32_t kRegions = 3;  // control, staging, data: RegionId as in exchange::Region
 constexpr std::uint64_t kStepsMax = 2'000'000;
+constexpr std::uint32_t kSweepsMax = 100;  // without any movement: longer than any burst of AGAIN
 
 }  // namespace
 
@@ -151,8 +152,8 @@ void World::build_member(std::uint32_t rank, std::uint32_t outstanding) {
     limits.peers_max = nodes_.ranks();
     limits.queue_pairs_max = 3 * nodes_.ranks();
     limits.outstanding_max = outstanding;
-    limits.requests_max = static_cast<std::uint32_t>(random_.between(64, 256));
-    limits.queued_max = static_cast<std::uint32_t>(random_.between(64, 512));
+    limits.requests_max = static_cast<std::uint32_t>(random_.between(4, 128));
+    limits.queued_max = static_cast<std::uint32_t>(random_.between(8, 128));
     GatePolicy policy;
     policy.ordering = OrderingClass::delivery_gated;
     policy.delivery_complete = true;
@@ -316,9 +317,8 @@ Result World::run() {
             moved = network_->run_next();
         }
         idle = moved ? 0 : idle + 1;
-        if (idle > 20 && !sweep()) {
-            idle = 0;
-            if (sweep()) continue;
+        if (idle > 20 && sweep()) idle = 0;
+        if (idle > 20 + kSweepsMax) {
             if (all_ended() || !error_.empty() || put_failed_ || puts_may_fail_) break;
             fail(0, "nothing moves any more");
         }

@@ -14,21 +14,28 @@ Exchange::Exchange(const Shape& shape, Port& port, std::uint64_t data_bytes)
       port_(port),
       data_bytes_(data_bytes),
       identity_(std::make_shared<const char>('x')),
-      remote_words_(shape.nodes.ranks()) {}
+      remote_words_(shape.nodes.ranks(), std::vector<std::uint64_t>(4 + 2 * std::size_t{shape.ring_slots}, 0)) {}
 
-std::optional<Ticket> Exchange::put(Port::Put put, RemoteWord word, std::uint64_t word_offset, std::uint64_t value) {
-    std::uint64_t& known = remote_words_[put.rank][static_cast<std::size_t>(word)];
+std::uint64_t& Exchange::known(std::uint32_t rank, RemoteWord word, std::uint32_t slot) {
+    std::size_t index = static_cast<std::size_t>(word) + slot;
+    if (word == RemoteWord::arrived_outer) index += shape().ring_slots - 1;
+    return remote_words_[rank][index];
+}
+
+std::optional<Ticket> Exchange::put(Port::Put put, RemoteWord word, std::uint32_t slot,
+                                    std::uint64_t word_offset, std::uint64_t value) {
+    std::uint64_t& held = known(put.rank, word, slot);
     put.word_offset = word_offset;
-    put.delta = value - known;
+    put.delta = value - held;
     const std::optional<Ticket> ticket = port_.put(put);
-    if (ticket) known = value;
+    if (ticket) held = value;
     return ticket;
 }
 
 bool Exchange::raise(std::uint32_t rank, RemoteWord word, std::uint64_t word_offset, std::uint64_t value) {
-    std::uint64_t& known = remote_words_[rank][static_cast<std::size_t>(word)];
-    if (!port_.add(rank, word_offset, value - known)) return false;
-    known = value;
+    std::uint64_t& held = known(rank, word, 0);
+    if (!port_.add(rank, word_offset, value - held)) return false;
+    held = value;
     return true;
 }
 

@@ -5,7 +5,6 @@
 // come one after the other, in the same order on every rank.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -91,12 +90,11 @@ class Exchange;
 enum class RemoteWord : std::uint8_t {
     notified_even = 0,
     notified_odd,
-    arrived_inner,  // it is my entry: chunks of my dispatch
-    arrived_outer,  // I am its entry: chunks of its combine
     credit_outer,   // I am its entry: chunks of its dispatch that I consumed
     credit_inner,   // it is my entry: chunks of my combine that I consumed
+    arrived_inner,  // one per slot; it is my entry: a chunk of my dispatch
+    arrived_outer,  // one per slot; I am its entry: a chunk of its combine
 };
-constexpr std::size_t kRemoteWords = 6;
 
 class Operation {
   public:
@@ -184,13 +182,15 @@ class Exchange {
     std::uint64_t data_bytes() const { return data_bytes_; }
 
     // Put bytes or nothing and bring a remote word to `value`, by adding what it lacks. False/none: would block.
-    std::optional<Ticket> put(Port::Put put, RemoteWord word, std::uint64_t word_offset, std::uint64_t value);
+    std::optional<Ticket> put(Port::Put put, RemoteWord word, std::uint32_t slot, std::uint64_t word_offset,
+                              std::uint64_t value);
     bool raise(std::uint32_t rank, RemoteWord word, std::uint64_t word_offset, std::uint64_t value);
     const std::shared_ptr<const char>& identity() const { return identity_; }
 
   private:
     friend class Operation;
 
+    std::uint64_t& known(std::uint32_t rank, RemoteWord word, std::uint32_t slot);
     std::string extent_error(std::uint64_t offset, std::uint64_t capacity) const;
     std::string handle_error(const std::shared_ptr<const Handle>& handle) const;
     std::shared_ptr<Handle> make_handle(const DispatchRequest& request, std::string& error) const;
@@ -200,7 +200,7 @@ class Exchange {
     std::uint64_t data_bytes_;
     std::shared_ptr<const char> identity_;
     std::uint64_t epoch_ = 0;
-    std::vector<std::array<std::uint64_t, kRemoteWords>> remote_words_;  // [rank]: what I have added up there
+    std::vector<std::vector<std::uint64_t>> remote_words_;  // [rank]: what I have added up there
 };
 
 }  // namespace expertwire::exchange

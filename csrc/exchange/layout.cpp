@@ -73,7 +73,7 @@ Layout::Layout(const Shape& shape) : shape_(shape) {
     const std::uint64_t ranks = nodes.ranks();
     notify_bytes_ =
         align_up(sizeof(NotifyHeader) + (ranks + nodes.nodes() + shape_.local_experts_max) * sizeof(std::uint32_t));
-    notify_in_ = align_up(word(7 * ranks + 2 * nodes.nodes()));
+    notify_in_ = align_up(word((6 + shape_.ring_slots) * ranks + (1 + shape_.ring_slots) * std::uint64_t{nodes.nodes()}));
     notify_out_ = notify_in_ + 2 * ranks * notify_bytes_;
     control_bytes_ = notify_out_ + ranks * notify_bytes_;
 
@@ -95,26 +95,24 @@ std::uint64_t Layout::staging_bytes(std::uint32_t rank) const {
 std::uint64_t Layout::notified(std::uint32_t parity, std::uint32_t source) const {
     return word(std::uint64_t{parity} * shape_.nodes.ranks() + source);
 }
-std::uint64_t Layout::arrived_inner(std::uint32_t source) const {
-    return word(2 * std::uint64_t{shape_.nodes.ranks()} + source);
-}
 std::uint64_t Layout::credit_inner(std::uint32_t home) const {
-    return word(3 * std::uint64_t{shape_.nodes.ranks()} + home);
+    return word(2 * std::uint64_t{shape_.nodes.ranks()} + home);
 }
 std::uint64_t Layout::done(std::uint32_t source) const {
-    return word(4 * std::uint64_t{shape_.nodes.ranks()} + source);
+    return word(3 * std::uint64_t{shape_.nodes.ranks()} + source);
 }
-std::uint64_t Layout::ready(std::uint32_t peer) const {
+std::uint64_t Layout::ready(std::uint32_t peer) const { return word(4 * std::uint64_t{shape_.nodes.ranks()} + peer); }
+std::uint64_t Layout::read_done(std::uint32_t peer) const {
     return word(5 * std::uint64_t{shape_.nodes.ranks()} + peer);
 }
-std::uint64_t Layout::read_done(std::uint32_t peer) const {
-    return word(6 * std::uint64_t{shape_.nodes.ranks()} + peer);
-}
-std::uint64_t Layout::arrived_outer(std::uint32_t node) const {
-    return word(7 * std::uint64_t{shape_.nodes.ranks()} + node);
+std::uint64_t Layout::arrived_inner(std::uint32_t source) const {
+    return word(6 * std::uint64_t{shape_.nodes.ranks()} + std::uint64_t{source} * shape_.ring_slots);
 }
 std::uint64_t Layout::credit_outer(std::uint32_t node) const {
-    return word(7 * std::uint64_t{shape_.nodes.ranks()} + shape_.nodes.nodes() + node);
+    return word((6 + std::uint64_t{shape_.ring_slots}) * shape_.nodes.ranks() + node);
+}
+std::uint64_t Layout::arrived_outer(std::uint32_t node) const {
+    return credit_outer(shape_.nodes.nodes()) + word(std::uint64_t{node} * shape_.ring_slots);
 }
 
 std::uint64_t Layout::notify_in(std::uint32_t parity, std::uint32_t source) const {

@@ -68,8 +68,9 @@ class Layout {
 
     // Words in rank d's control region (offsets are the same on every rank). Each has exactly one writer.
     std::uint64_t notified(std::uint32_t parity, std::uint32_t source) const;
-    std::uint64_t arrived_inner(std::uint32_t source) const;  // at entry(source, ·): chunks of a dispatch put here
-    std::uint64_t arrived_outer(std::uint32_t node) const;    // at home: chunks of a combine put here by its entry
+    // Arrival has a word per slot, each slot's own chunk number: chunks may become visible in any order.
+    std::uint64_t arrived_inner(std::uint32_t source) const;  // at entry(source, ·), slot 0: chunks of a dispatch put here
+    std::uint64_t arrived_outer(std::uint32_t node) const;    // at home, slot 0: chunks of a combine put by its entry
     std::uint64_t credit_outer(std::uint32_t node) const;     // at source: chunks of a dispatch that the entry consumed
     std::uint64_t credit_inner(std::uint32_t home) const;     // at entry(home, ·): chunks of a combine consumed
     std::uint64_t done(std::uint32_t source) const;           // rows of `source` that are in their final place here

@@ -132,7 +132,7 @@ bool Operation::post_notifies() {
         put.to_offset = layout.notify_in(parity, exchange_.rank());
         put.bytes = layout.notify_slot_bytes();
         const std::optional<Ticket> ticket =
-            exchange_.put(put, word, layout.notified(parity, exchange_.rank()), word_value(epoch_, 1));
+            exchange_.put(put, word, 0, layout.notified(parity, exchange_.rank()), word_value(epoch_, 1));
         if (!ticket) break;
         tickets_.push_back(*ticket);
         unsent_.pop_back();

@@ -91,6 +91,7 @@ void SendRing::close(std::uint64_t bytes) {
 bool SendRing::flush() {
     if (closed_bytes_ == 0) return false;
     const std::uint64_t offset = slot_offset(exchange_.shape(), sent_);
+    const auto slot = static_cast<std::uint32_t>(sent_ % exchange_.shape().ring_slots);
     Port::Put put;
     put.rank = end_.peer;
     put.from = Region::staging;
@@ -99,9 +100,10 @@ bool SendRing::flush() {
     put.to_offset = end_.peer_base + offset;
     put.bytes = closed_bytes_;
     const std::optional<Ticket> ticket =
-        exchange_.put(put, end_.peer_word, end_.peer_word_offset, word_value(epoch_, sent_ + 1));
+        exchange_.put(put, end_.peer_word, slot, end_.peer_word_offset + slot * sizeof(std::uint64_t),
+                      word_value(epoch_, sent_ + 1));
     if (!ticket) return false;
-    tickets_[sent_ % exchange_.shape().ring_slots] = ticket;
+    tickets_[slot] = ticket;
     ++sent_;
     closed_bytes_ = 0;
     return true;
@@ -116,12 +118,10 @@ bool SendRing::ended() {
 ReceiveRing::ReceiveRing(Exchange& exchange, const RingEnd& end, std::uint64_t epoch)
     : exchange_(exchange), end_(end), epoch_(epoch) {}
 
-std::uint64_t ReceiveRing::arrived() const {
-    return count_here(exchange_, end_.my_word_offset, epoch_);
-}
-
 const std::byte* ReceiveRing::front() const {
-    if (arrived() <= consumed_) return nullptr;
+    const std::uint64_t slot = consumed_ % exchange_.shape().ring_slots;
+    const std::uint64_t word = end_.my_word_offset + slot * sizeof(std::uint64_t);
+    if (count_here(exchange_, word, epoch_) <= consumed_) return nullptr;
     return exchange_.mine().staging + end_.local_base + slot_offset(exchange_.shape(), consumed_);
 }
 
