@@ -228,16 +228,124 @@ void bind_records(nb::module_& module) {
                 "list[int]: rows per local expert (duplicates counted twice), not rounded; empty with a handle.");
 }
 
+constexpr const char* kClassDoc =
+    R"(One rank's high-throughput exchange. The context has regions 'control' and 'staging' (sizes from layout(), zeroed) and
+'data' (any size), mapped for all peers of the node and announced by the others. All ranks call dispatch and combine in the
+same order. Calls from several threads are serialised.)";
+
+constexpr const char* kInitDoc =
+    R"(node_of[r]: node of rank r, numbered 0..RR-1 without a gap. local_experts_max: the most experts that any rank will own in
+any call; all ranks must give the same, as also ring_slots (>= 1) and slot_bytes (a multiple of 64, at least one row with its
+top-k: a row that does not fit raises InvalidArgumentError at the call). Raises CapacityError where a region is too small,
+with both numbers.)";
+
+constexpr const char* kLayoutDoc =
+    R"({'control_bytes', 'staging_bytes'} of the rank's regions, before anything is created. staging_bytes is 0 with one node
+(create a region of 64 bytes then).)";
+
+constexpr const char* kDispatchDoc =
+    R"(Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by source rank,
+then source token, at offer_offset (a multiple of 64) in my data region.
+
+x: [tokens, row_bytes] contiguous, anywhere. in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global ids of
+topk_index_bytes (4 or 8). topk_weights (0: none): f32[tokens, topk], needs topk_idx. counts_per_rank i32[R], counts_per_node
+i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert only from topk_idx): checked against in_rank
+and topk_idx. expert_first: R + 1 entries. Nothing is read where tokens is 0, but all ranks must agree on whether there are
+weights: a tensor of no rows is any address but 0.
+handle: repeats that dispatch's routing: in_rank, topk_idx, topk_weights and counts must be 0, topk and num_experts 0,
+expert_first empty; tokens must be the handle's.
+
+Raises InvalidArgumentError (nothing started), MismatchError (ranks disagree: on every rank, the exchange stays usable),
+CapacityError (an offered extent is too small: on every rank, stays usable; the message has rank, rows, bytes and capacity),
+PeerError, DeadlineError, TransferError; after one of these three, or an interrupt, every call raises StateError.)";
+
+constexpr const char* kCombineDoc =
+    R"(Sends the bf16 rows x[rows, row_bytes / 2], in the order in which the handle's dispatch received them, back to their homes
+and writes their sums to out, bf16[tokens, row_bytes / 2] (tokens: the handle's). weights (topk 0: none): f32[rows, topk],
+summed into out_weights f32[tokens, topk]. bias0, bias1 (0: none): bf16[tokens, row_bytes / 2].
+
+x inside my data region is read in place (weights may then lie there or not); elsewhere x and weights are copied to the
+offered extent first, which must hold extent_bytes('combine', …) bytes. Raises as dispatch.)";
+
+constexpr const char* kCountsDoc =
+    R"(get_dispatch_layout's counting. topk_idx: address of contiguous [tokens, topk] ids of index_bytes (4 or 8) each. Writes
+i32[R] at per_rank, i32[RR] at per_node (0: leave out), i32[E] at per_expert and bool[tokens, R] at in_rank, every element.
+expert_first has R + 1 entries: rank r owns experts [first[r], first[r+1]). -1 is no expert. Raises InvalidArgumentError
+naming token, slot and value for any other id outside [0, E); outputs are then unspecified.)";
+
+constexpr const char* kExtentDoc =
+    R"(Bytes of the extent that a 'dispatch' receiving `rows` rows needs (topk 0: without ids), or that a 'combine' of `rows`
+rows needs where x and the weights are not in the data region.)";
+
+constexpr const char* kProgressDoc =
+    R"(list[dict], one row per peer as of the last failed call: rank, notified, rows_expected, rows_arrived, chunks_to_send,
+chunks_sent, chunks_credited, missing (str).)";
+
+PyDispatchResult dispatch(PyExchange& self, std::uint64_t x, std::uint64_t tokens, std::uint64_t row_bytes,
+                          std::uint64_t in_rank, std::uint64_t topk_idx, std::uint32_t topk_index_bytes,
+                          std::uint32_t topk, std::uint64_t topk_weights, std::uint64_t counts_per_rank,
+                          std::uint64_t counts_per_node, std::uint64_t counts_per_expert, std::uint64_t num_experts,
+                          const std::vector<std::uint64_t>& expert_first, const PyHandle* handle,
+                          std::uint64_t offer_offset, std::uint64_t offer_capacity, std::int64_t timeout_ms) {
+    DispatchRequest request;
+    request.x = pointer<const std::byte>(x);
+    request.tokens = tokens;
+    request.row_bytes = row_bytes;
+    request.in_rank = pointer<const std::uint8_t>(in_rank);
+    request.topk_idx = pointer<const std::byte>(topk_idx);
+    request.index_bytes = topk_index_bytes;
+    request.topk = topk;
+    request.topk_weights = pointer<const float>(topk_weights);
+    request.per_rank = pointer<const std::int32_t>(counts_per_rank);
+    request.per_node = pointer<const std::int32_t>(counts_per_node);
+    request.per_expert = pointer<const std::int32_t>(counts_per_expert);
+    request.num_experts = num_experts;
+    request.expert_first = expert_first;
+    if (handle != nullptr) request.handle = handle->handle;
+    request.offer_offset = offer_offset;
+    request.offer_capacity = offer_capacity;
+    const nb::gil_scoped_release released;
+    return self.dispatch(request, timeout_ms);
+}
+
+void combine(PyExchange& self, std::uint64_t x, std::uint64_t rows, std::uint64_t row_bytes, std::uint64_t weights,
+             std::uint32_t topk, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t out, std::uint64_t out_weights,
+             const PyHandle& handle, std::uint64_t offer_offset, std::uint64_t offer_capacity,
+             std::int64_t timeout_ms) {
+    CombineRequest request;
+    request.x = pointer<const std::byte>(x);
+    request.rows = rows;
+    request.row_bytes = row_bytes;
+    request.weights = pointer<const float>(weights);
+    request.topk = topk;
+    request.bias0 = pointer<const std::byte>(bias0);
+    request.bias1 = pointer<const std::byte>(bias1);
+    request.out = pointer<std::byte>(out);
+    request.out_weights = pointer<float>(out_weights);
+    request.handle = handle.handle;
+    request.offer_offset = offer_offset;
+    request.offer_capacity = offer_capacity;
+    const nb::gil_scoped_release released;
+    self.combine(request, timeout_ms);
+}
+
+void bind_sizes(nb::class_<PyExchange>& exchange) {
+    exchange
+        .def_static("layout", &layout_bytes, "rank"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a,
+                    "slot_bytes"_a, kLayoutDoc)
+        .def_static("layout_counts", &layout_counts, "topk_idx"_a, "index_bytes"_a, "tokens"_a, "topk"_a,
+                    "num_experts"_a, "expert_first"_a, "node_of"_a, "per_rank"_a, "per_node"_a, "per_expert"_a,
+                    "in_rank"_a, kCountsDoc)
+        .def_static("extent_bytes", &extent_bytes, "kind"_a, "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a,
+                    "has_weights"_a, kExtentDoc);
+}
+
 }  // namespace
 
 void bind_exchange(nb::module_& module) {
     bind_records(module);
-    nb::class_<PyExchange>(module, "Exchange",
-                           "One rank's high-throughput exchange. The context has regions 'control' and 'staging' "
-                           "(sizes from layout(), zeroed) "
-                           "and 'data' (any size), mapped for all peers of the node and announced by the others. All "
-                           "ranks call dispatch and "
-                           "combine in the same order. Calls from several threads are serialised.")
+    nb::class_<PyExchange> exchange(module, "Exchange", kClassDoc);
+    exchange
         .def(
             "__init__",
             [](PyExchange* self, const PyContext& context, const std::vector<std::uint32_t>& node_of,
@@ -246,119 +354,17 @@ void bind_exchange(nb::module_& module) {
                     make_shape(context.context->rank(), node_of, local_experts_max, ring_slots, slot_bytes);
                 new (self) PyExchange(context, shape);
             },
-            "context"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a, "slot_bytes"_a,
-            "node_of[r]: node of rank r, numbered 0..RR-1 without a gap. local_experts_max: the most experts any rank "
-            "will "
-            "own in any call; all ranks must give the same, as also ring_slots (>= 1) and slot_bytes (a multiple of "
-            "64, at "
-            "least one row with its top-k: a row that does not fit raises InvalidArgumentError at the call). Raises "
-            "CapacityError where a region is too small, with both numbers.")
-        .def_static(
-            "layout", &layout_bytes, "rank"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a, "slot_bytes"_a,
-            "{'control_bytes', 'staging_bytes'} of the rank's regions, before anything is created. staging_bytes is "
-            "0 with one node (create a region of 64 bytes then).")
-        .def(
-            "dispatch",
-            [](PyExchange& self, std::uint64_t x, std::uint64_t tokens, std::uint64_t row_bytes, std::uint64_t in_rank,
-               std::uint64_t topk_idx, std::uint32_t topk_index_bytes, std::uint32_t topk, std::uint64_t topk_weights,
-               std::uint64_t counts_per_rank, std::uint64_t counts_per_node, std::uint64_t counts_per_expert,
-               std::uint64_t num_experts, const std::vector<std::uint64_t>& expert_first, const PyHandle* handle,
-               std::uint64_t offer_offset, std::uint64_t offer_capacity, std::int64_t timeout_ms) {
-                DispatchRequest request;
-                request.x = pointer<const std::byte>(x);
-                request.tokens = tokens;
-                request.row_bytes = row_bytes;
-                request.in_rank = pointer<const std::uint8_t>(in_rank);
-                request.topk_idx = pointer<const std::byte>(topk_idx);
-                request.index_bytes = topk_index_bytes;
-                request.topk = topk;
-                request.topk_weights = pointer<const float>(topk_weights);
-                request.per_rank = pointer<const std::int32_t>(counts_per_rank);
-                request.per_node = pointer<const std::int32_t>(counts_per_node);
-                request.per_expert = pointer<const std::int32_t>(counts_per_expert);
-                request.num_experts = num_experts;
-                request.expert_first = expert_first;
-                if (handle != nullptr) request.handle = handle->handle;
-                request.offer_offset = offer_offset;
-                request.offer_capacity = offer_capacity;
-                const nb::gil_scoped_release released;
-                return self.dispatch(request, timeout_ms);
-            },
-            "x"_a, "tokens"_a, "row_bytes"_a, "in_rank"_a, "topk_idx"_a, "topk_index_bytes"_a, "topk"_a,
-            "topk_weights"_a, "counts_per_rank"_a, "counts_per_node"_a, "counts_per_expert"_a, "num_experts"_a,
-            "expert_first"_a, "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a,
-            "Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by "
-            "source "
-            "rank, then source token, at offer_offset (a multiple of 64) in my data region.\n\n"
-            "x: [tokens, row_bytes] contiguous, anywhere. in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] "
-            "global "
-            "ids of topk_index_bytes (4 or 8). topk_weights (0: none): f32[tokens, topk], needs topk_idx. "
-            "counts_per_rank "
-            "i32[R], counts_per_node i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert "
-            "only "
-            "from topk_idx): checked against in_rank and topk_idx. expert_first: R + 1 entries.\n"
-            "handle: repeats that dispatch's routing: in_rank, topk_idx, topk_weights and counts must be 0, topk and "
-            "num_experts 0, expert_first empty; tokens must be the handle's.\n\n"
-            "Raises InvalidArgumentError (nothing started), MismatchError (ranks disagree: on every rank, the exchange "
-            "stays "
-            "usable), CapacityError (an offered extent is too small: on every rank, stays usable; the message has "
-            "rank, rows, "
-            "bytes and capacity), PeerError, DeadlineError, TransferError, StateError (after one of these three, every "
-            "call).")
-        .def(
-            "combine",
-            [](PyExchange& self, std::uint64_t x, std::uint64_t rows, std::uint64_t row_bytes, std::uint64_t weights,
-               std::uint32_t topk, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t out,
-               std::uint64_t out_weights, const PyHandle& handle, std::uint64_t offer_offset,
-               std::uint64_t offer_capacity, std::int64_t timeout_ms) {
-                CombineRequest request;
-                request.x = pointer<const std::byte>(x);
-                request.rows = rows;
-                request.row_bytes = row_bytes;
-                request.weights = pointer<const float>(weights);
-                request.topk = topk;
-                request.bias0 = pointer<const std::byte>(bias0);
-                request.bias1 = pointer<const std::byte>(bias1);
-                request.out = pointer<std::byte>(out);
-                request.out_weights = pointer<float>(out_weights);
-                request.handle = handle.handle;
-                request.offer_offset = offer_offset;
-                request.offer_capacity = offer_capacity;
-                const nb::gil_scoped_release released;
-                self.combine(request, timeout_ms);
-            },
-            "x"_a, "rows"_a, "row_bytes"_a, "weights"_a, "topk"_a, "bias0"_a, "bias1"_a, "out"_a, "out_weights"_a,
-            "handle"_a, "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a,
-            "Sends the bf16 rows x[rows, row_bytes / 2], in the order in which the handle's dispatch received them, "
-            "back to "
-            "their homes and writes their sums to out, bf16[tokens, row_bytes / 2] (tokens: the handle's). weights (0: "
-            "none): "
-            "f32[rows, topk], summed into out_weights f32[tokens, topk]. bias0, bias1 (0: none): bf16[tokens, "
-            "row_bytes / 2].\n\n"
-            "x inside my data region is read in place (weights may then lie there or not); elsewhere x and weights are "
-            "copied "
-            "to the offered extent first, which must hold extent_bytes('combine', …) bytes. Raises as dispatch.")
-        .def_static(
-            "layout_counts", &layout_counts, "topk_idx"_a, "index_bytes"_a, "tokens"_a, "topk"_a, "num_experts"_a,
-            "expert_first"_a, "node_of"_a, "per_rank"_a, "per_node"_a, "per_expert"_a, "in_rank"_a,
-            "get_dispatch_layout's counting. topk_idx: address of contiguous [tokens, topk] ids of index_bytes (4 or "
-            "8) "
-            "each. Writes i32[R] at per_rank, i32[RR] at per_node (0: leave out), i32[E] at per_expert and "
-            "bool[tokens, "
-            "R] at in_rank, every element. expert_first has R + 1 entries: rank r owns experts [first[r], first[r+1]). "
-            "-1 is no expert. Raises InvalidArgumentError naming token, slot and value for any other id outside [0, "
-            "E); "
-            "outputs are then unspecified.")
-        .def_static(
-            "extent_bytes", &extent_bytes, "kind"_a, "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a,
-            "has_weights"_a,
-            "Bytes of the extent that a 'dispatch' receiving `rows` rows needs (topk 0: without ids), or that a "
-            "'combine' of `rows` rows needs where x and the weights are not in the data region.")
-        .def("progress", &progress_rows,
-             "list[dict], one row per peer as of the last failed call: rank, notified, rows_expected, rows_arrived, "
-             "chunks_to_send, chunks_sent, chunks_credited, missing (str).")
+            "context"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a, "slot_bytes"_a, kInitDoc)
+        .def("dispatch", &dispatch, "x"_a, "tokens"_a, "row_bytes"_a, "in_rank"_a, "topk_idx"_a, "topk_index_bytes"_a,
+             "topk"_a, "topk_weights"_a, "counts_per_rank"_a, "counts_per_node"_a, "counts_per_expert"_a,
+             "num_experts"_a, "expert_first"_a, "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a,
+             kDispatchDoc)
+        .def("combine", &combine, "x"_a, "rows"_a, "row_bytes"_a, "weights"_a, "topk"_a, "bias0"_a, "bias1"_a, "out"_a,
+             "out_weights"_a, "handle"_a, "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a, kCombineDoc)
+        .def("progress", &progress_rows, kProgressDoc)
         .def("wake", &PyExchange::wake,
              "Rings this rank's own doorbell: a waiting call looks around once. Any thread.");
+    bind_sizes(exchange);
 }
 
 }  // namespace expertwire

@@ -79,40 +79,46 @@ rows::Sum make_sum(const std::vector<std::uint64_t>& addresses, const std::vecto
 }
 
 void bind_rows(nb::module_& module) {
-    module.def("rows_isas", [] {
-        std::vector<std::string> names;
-        for (const char* name : {"baseline", "avx2", "avx512"}) {
-            if (rows::has(isa_named(name))) names.emplace_back(name);
-        }
-        return names;
-    }, "Instruction sets of the row kernels that this machine has.");
-    module.def("rows_reduce",
-               [](const std::string& isa, std::uint64_t out, const std::vector<std::uint64_t>& inputs,
-                  const std::vector<std::uint32_t>& ends, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t columns) {
-                   std::vector<const std::byte*> pointers;
-                   const rows::Sum sum = make_sum(inputs, ends, bias0, bias1, pointers);
-                   if (isa == "best") {
-                       rows::reduce(pointer<std::byte>(out), sum, columns, rows::Store::streaming);
-                       rows::fence();
-                   } else {
-                       rows::reduce_with(isa_named(isa), pointer<std::byte>(out), sum, columns);
-                   }
-               },
-               "isa"_a, "out"_a, "rows"_a, "ends"_a, "bias0"_a, "bias1"_a, "columns"_a,
-               "One row of a combine. Addresses of bf16 rows, grouped by `ends`. 'best': what the core uses, streaming.");
-    module.def("rows_round",
-               [](const std::string& isa, std::uint64_t out, std::uint64_t in, std::uint64_t columns) {
-                   rows::round_row_with(isa_named(isa), pointer<std::byte>(out), pointer<const float>(in), columns);
-               },
-               "isa"_a, "out"_a, "values"_a, "columns"_a, "f32[columns] rounded to bf16.");
-    module.def("rows_copy",
-               [](std::uint64_t to, std::uint64_t from, std::uint64_t bytes, bool streaming) {
-                   const nb::gil_scoped_release released;
-                   rows::copy(pointer<std::byte>(to), pointer<const std::byte>(from), bytes,
-                              streaming ? rows::Store::streaming : rows::Store::cached);
-                   rows::fence();
-               },
-               "to"_a, "source"_a, "bytes"_a, "streaming"_a, "One row's copy.");
+    module.def(
+        "rows_isas",
+        [] {
+            std::vector<std::string> names;
+            for (const char* name : {"baseline", "avx2", "avx512"}) {
+                if (rows::has(isa_named(name))) names.emplace_back(name);
+            }
+            return names;
+        },
+        "Instruction sets of the row kernels that this machine has.");
+    module.def(
+        "rows_reduce",
+        [](const std::string& isa, std::uint64_t out, const std::vector<std::uint64_t>& inputs,
+           const std::vector<std::uint32_t>& ends, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t columns) {
+            std::vector<const std::byte*> pointers;
+            const rows::Sum sum = make_sum(inputs, ends, bias0, bias1, pointers);
+            if (isa == "best") {
+                rows::reduce(pointer<std::byte>(out), sum, columns, rows::Store::streaming);
+                rows::fence();
+            } else {
+                rows::reduce_with(isa_named(isa), pointer<std::byte>(out), sum, columns);
+            }
+        },
+        "isa"_a, "out"_a, "rows"_a, "ends"_a, "bias0"_a, "bias1"_a, "columns"_a,
+        "One row of a combine. Addresses of bf16 rows, grouped by `ends`. 'best': what the core uses, streaming.");
+    module.def(
+        "rows_round",
+        [](const std::string& isa, std::uint64_t out, std::uint64_t in, std::uint64_t columns) {
+            rows::round_row_with(isa_named(isa), pointer<std::byte>(out), pointer<const float>(in), columns);
+        },
+        "isa"_a, "out"_a, "values"_a, "columns"_a, "f32[columns] rounded to bf16.");
+    module.def(
+        "rows_copy",
+        [](std::uint64_t to, std::uint64_t from, std::uint64_t bytes, bool streaming) {
+            const nb::gil_scoped_release released;
+            rows::copy(pointer<std::byte>(to), pointer<const std::byte>(from), bytes,
+                       streaming ? rows::Store::streaming : rows::Store::cached);
+            rows::fence();
+        },
+        "to"_a, "source"_a, "bytes"_a, "streaming"_a, "One row's copy.");
 }
 
 nb::dict layout_numbers(std::uint32_t rank, const std::vector<std::uint32_t>& node_of, std::uint32_t local_experts_max,
@@ -131,24 +137,28 @@ nb::dict layout_numbers(std::uint32_t rank, const std::vector<std::uint32_t>& no
 }  // namespace
 
 void bind_exchange_simulation(nb::module_& module) {
-    module.def("run_exchange_seeds", &run_exchange_seeds, "first"_a, "count"_a, "mutant"_a = "none", "stop"_a = false,
-               "Runs seeds first … first + count - 1. {'failures': [(seed, text)], 'trace_hashes': [int], 'coverage': {name: "
-               "count}}. `stop`: end at the first failure.");
+    module.def(
+        "run_exchange_seeds", &run_exchange_seeds, "first"_a, "count"_a, "mutant"_a = "none", "stop"_a = false,
+        "Runs seeds first … first + count - 1. {'failures': [(seed, text)], 'trace_hashes': [int], 'coverage': {name: "
+        "count}}. `stop`: end at the first failure.");
     module.def("exchange_layout", &layout_numbers, "rank"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a,
-               "slot_bytes"_a, "Sizes of a rank's regions and its entry rank in every node, as the core computes them.");
-    module.def("exchange_chunk_rows",
-               [](std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words, std::uint32_t topk,
-                  std::uint32_t index_bytes, bool has_weights) {
-                   return exchange::dispatch_chunk(slot_bytes, row_bytes, mask_words, topk, index_bytes, has_weights).capacity;
-               },
-               "slot_bytes"_a, "row_bytes"_a, "mask_words"_a, "topk"_a, "index_bytes"_a, "has_weights"_a,
-               "Rows that fit a ring slot.");
-    module.def("exchange_extent",
-               [](std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, std::uint32_t index_bytes, bool weights) {
-                   const exchange::Extent e = exchange::dispatch_extent(rows, row_bytes, topk, index_bytes, weights);
-                   return nb::make_tuple(e.rows, e.src_idx, e.indices, e.weights, e.bytes);
-               },
-               "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a, "has_weights"_a, "Offsets inside a dispatch's extent.");
+               "slot_bytes"_a,
+               "Sizes of a rank's regions and its entry rank in every node, as the core computes them.");
+    module.def(
+        "exchange_chunk_rows",
+        [](std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words, std::uint32_t topk,
+           std::uint32_t index_bytes, bool has_weights) {
+            return exchange::dispatch_chunk(slot_bytes, row_bytes, mask_words, topk, index_bytes, has_weights).capacity;
+        },
+        "slot_bytes"_a, "row_bytes"_a, "mask_words"_a, "topk"_a, "index_bytes"_a, "has_weights"_a,
+        "Rows that fit a ring slot.");
+    module.def(
+        "exchange_extent",
+        [](std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, std::uint32_t index_bytes, bool weights) {
+            const exchange::Extent e = exchange::dispatch_extent(rows, row_bytes, topk, index_bytes, weights);
+            return nb::make_tuple(e.rows, e.src_idx, e.indices, e.weights, e.bytes);
+        },
+        "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a, "has_weights"_a, "Offsets inside a dispatch's extent.");
     bind_rows(module);
 }
 

@@ -1,4 +1,5 @@
-// What a rank holds after a call against the oracle, byte by byte, and what lies around it against what lay there before.
+// What a rank holds after a call against the oracle, byte by byte, and what lies around it against what lay there
+// before.
 #include <cstring>
 
 #include "bind/simulation_exchange_world.hpp"
@@ -21,7 +22,8 @@ std::string World::check_untouched(std::uint32_t rank, std::uint64_t begin, std:
     for (std::uint64_t at = 0; at < member.data.size(); ++at) {
         if (at == begin) at = end;
         if (at >= member.data.size()) break;
-        if (member.data[at] != member.before[at]) return "byte " + std::to_string(at) + " of its data region was overwritten";
+        if (member.data[at] != member.before[at])
+            return "byte " + std::to_string(at) + " of its data region was overwritten";
     }
     return {};
 }
@@ -34,11 +36,14 @@ std::string World::check_dispatch(std::uint32_t rank) const {
     const exchange::Extent extent = member.dispatch->extent();
     const std::byte* const base = member.data.data() + part.offer_offset;
     if (member.dispatch->received() != expected.rows) {
-        return "received " + std::to_string(member.dispatch->received()) + " rows, must be " + std::to_string(expected.rows);
+        return "received " + std::to_string(member.dispatch->received()) + " rows, must be " +
+               std::to_string(expected.rows);
     }
     std::string wrong = compare("x", base + extent.rows, expected.x.data(), expected.x.size());
-    if (wrong.empty()) wrong = compare("src_idx", base + extent.src_idx, expected.src_idx.data(), expected.src_idx.size());
-    if (wrong.empty()) wrong = compare("topk_idx", base + extent.indices, expected.indices.data(), expected.indices.size());
+    if (wrong.empty())
+        wrong = compare("src_idx", base + extent.src_idx, expected.src_idx.data(), expected.src_idx.size());
+    if (wrong.empty())
+        wrong = compare("topk_idx", base + extent.indices, expected.indices.data(), expected.indices.size());
     if (wrong.empty()) {
         wrong = compare("topk_weights", base + extent.weights, expected.weights.data(), expected.weights.size());
     }

@@ -10,7 +10,9 @@ namespace {
 
 constexpr std::uint64_t kPad = 64;  // between what lies in a data region, to be found untouched
 
-std::uint64_t rounded(std::uint64_t bytes) { return (bytes + 63) / 64 * 64; }
+std::uint64_t rounded(std::uint64_t bytes) {
+    return (bytes + 63) / 64 * 64;
+}
 
 void fill(Bytes& bytes, std::uint64_t count, Random& random) {
     bytes.resize(count);
@@ -24,7 +26,8 @@ void fill(Bytes& bytes, std::uint64_t count, Random& random) {
 
 // bf16 rows: mostly numbers of like size (so that the order of sums shows), now and then what is special.
 void fill_bf16(Bytes& bytes, std::uint64_t count, Random& random) {
-    static constexpr std::uint16_t special[] = {0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x0001, 0x8001, 0x7F7F, 0xFF7F};
+    static constexpr std::uint16_t special[] = {0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0,
+                                                0xFFC1, 0x0001, 0x8001, 0x7F7F, 0xFF7F};
     const bool strange = random.chance(0.1);
     bytes.resize(count * 2);
     for (std::uint64_t at = 0; at < count; ++at) {
@@ -83,14 +86,16 @@ void choose_experts(const Script& script, Call& call, Random& random, Coverage& 
 }
 
 std::uint32_t owner(const Call& call, std::int64_t expert) {
-    const auto next = std::upper_bound(call.expert_first.begin(), call.expert_first.end(), static_cast<std::uint64_t>(expert));
+    const auto next =
+        std::upper_bound(call.expert_first.begin(), call.expert_first.end(), static_cast<std::uint64_t>(expert));
     return static_cast<std::uint32_t>(next - call.expert_first.begin() - 1);
 }
 
 // How a rank's tokens choose their experts.
 enum class Skew : std::uint8_t { uniform, one_rank, none, sparse };
 
-void choose_routing(const Script& script, const Call& call, RankCall& part, Skew skew, Random& random, Coverage& coverage) {
+void choose_routing(const Script& script, const Call& call, RankCall& part, Skew skew, Random& random,
+                    Coverage& coverage) {
     const std::uint64_t ranks = script.node_of.size();
     part.in_rank.assign(part.tokens * ranks, 0);
     part.topk_idx.resize(part.tokens * call.topk * call.index_bytes);
@@ -191,7 +196,8 @@ void make_combine(Script& script, Call& call, Random& random, Coverage& coverage
 std::uint64_t received_rows(const Script& script, const Call& call, std::uint32_t rank) {
     const std::vector<std::uint64_t> matrix = routing_matrix(script, routing_of(script, call));
     std::uint64_t rows = 0;
-    for (std::uint64_t source = 0; source < script.node_of.size(); ++source) rows += matrix[source * script.node_of.size() + rank];
+    for (std::uint64_t source = 0; source < script.node_of.size(); ++source)
+        rows += matrix[source * script.node_of.size() + rank];
     return rows;
 }
 
@@ -209,7 +215,8 @@ void place(Script& script, Call& call, Random& random) {
         part.offer_capacity = bytes + 64 * random.below(3);
         part.x_offset = part.offer_offset + part.offer_capacity + kPad + 2 * random.below(16);
         part.weights_offset = rounded(part.x_offset + (part.x_in_place ? part.x.size() : 0)) + kPad;
-        const std::uint64_t end = part.weights_offset + (part.weights_in_place ? part.weights.size() * sizeof(float) : 0) + kPad;
+        const std::uint64_t end =
+            part.weights_offset + (part.weights_in_place ? part.weights.size() * sizeof(float) : 0) + kPad;
         script.data_bytes = std::max(script.data_bytes, rounded(end));
         script.slack_bytes = std::max(script.slack_bytes, rounded(4 * bytes + 65536));
     }
@@ -220,7 +227,9 @@ void spoil(Script& script, Call& call, Random& random, Coverage& coverage) {
     const auto victim = static_cast<std::uint32_t>(random.below(script.node_of.size()));
     RankCall& part = call.ranks[victim];
     if (random.chance(0.5)) {
-        if (part.offer_capacity == 0 || received_rows(script, call, victim) == 0 || call.kind != exchange::Kind::dispatch) return;
+        if (part.offer_capacity == 0 || received_rows(script, call, victim) == 0 ||
+            call.kind != exchange::Kind::dispatch)
+            return;
         const std::uint64_t rows = received_rows(script, call, victim);
         part.offer_capacity =
             exchange::dispatch_extent(rows, call.row_bytes, call.topk, call.index_bytes, call.has_weights).bytes - 64;
@@ -283,7 +292,8 @@ std::vector<std::uint64_t> routing_matrix(const Script& script, const Call& disp
     std::vector<std::uint64_t> matrix(ranks * ranks, 0);
     for (std::uint64_t source = 0; source < ranks; ++source) {
         const RankCall& part = dispatch.ranks[source];
-        for (std::uint64_t at = 0; at < part.in_rank.size(); ++at) matrix[source * ranks + at % ranks] += part.in_rank[at];
+        for (std::uint64_t at = 0; at < part.in_rank.size(); ++at)
+            matrix[source * ranks + at % ranks] += part.in_rank[at];
     }
     return matrix;
 }

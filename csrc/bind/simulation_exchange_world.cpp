@@ -62,8 +62,7 @@ std::optional<Ticket> SimulatedPort::put(const Put& put) {
 
 bool SimulatedPort::add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) {
     const ControlSpec control = signal(rank, word_offset, delta);
-    const Engine::Submitted result =
-        engine_.submit(PeerId{rank}, {}, {&control, 1}, Level::delivered, network_.now());
+    const Engine::Submitted result = engine_.submit(PeerId{rank}, {}, {&control, 1}, Level::delivered, network_.now());
     if (result.status != Status::ok) {
         ++pushed_back_;
         return false;

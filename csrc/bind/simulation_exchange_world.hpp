@@ -1,5 +1,6 @@
-// One simulated cluster that carries out a script: every rank's Exchange over its own Engine, same-node memory visible at
-// once, everything else through the SimulatedNetwork with its faults; steps, turns and deliveries interleaved by the seed.
+// One simulated cluster that carries out a script: every rank's Exchange over its own Engine, same-node memory visible
+// at once, everything else through the SimulatedNetwork with its faults; steps, turns and deliveries interleaved by the
+// seed.
 #pragma once
 
 #include <cstdint>

@@ -22,8 +22,8 @@ std::uint64_t& Exchange::known(std::uint32_t rank, RemoteWord word, std::uint32_
     return remote_words_[rank][index];
 }
 
-std::optional<Ticket> Exchange::put(Port::Put put, RemoteWord word, std::uint32_t slot,
-                                    std::uint64_t word_offset, std::uint64_t value) {
+std::optional<Ticket> Exchange::put(Port::Put put, RemoteWord word, std::uint32_t slot, std::uint64_t word_offset,
+                                    std::uint64_t value) {
     std::uint64_t& held = known(put.rank, word, slot);
     put.word_offset = word_offset;
     put.delta = value - held;

@@ -73,7 +73,8 @@ Layout::Layout(const Shape& shape) : shape_(shape) {
     const std::uint64_t ranks = nodes.ranks();
     notify_bytes_ =
         align_up(sizeof(NotifyHeader) + (ranks + nodes.nodes() + shape_.local_experts_max) * sizeof(std::uint32_t));
-    notify_in_ = align_up(word((6 + shape_.ring_slots) * ranks + (1 + shape_.ring_slots) * std::uint64_t{nodes.nodes()}));
+    notify_in_ =
+        align_up(word((6 + shape_.ring_slots) * ranks + (1 + shape_.ring_slots) * std::uint64_t{nodes.nodes()}));
     notify_out_ = notify_in_ + 2 * ranks * notify_bytes_;
     control_bytes_ = notify_out_ + ranks * notify_bytes_;
 
@@ -101,7 +102,9 @@ std::uint64_t Layout::credit_inner(std::uint32_t home) const {
 std::uint64_t Layout::done(std::uint32_t source) const {
     return word(3 * std::uint64_t{shape_.nodes.ranks()} + source);
 }
-std::uint64_t Layout::ready(std::uint32_t peer) const { return word(4 * std::uint64_t{shape_.nodes.ranks()} + peer); }
+std::uint64_t Layout::ready(std::uint32_t peer) const {
+    return word(4 * std::uint64_t{shape_.nodes.ranks()} + peer);
+}
 std::uint64_t Layout::read_done(std::uint32_t peer) const {
     return word(5 * std::uint64_t{shape_.nodes.ranks()} + peer);
 }

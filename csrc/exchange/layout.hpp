@@ -69,13 +69,14 @@ class Layout {
     // Words in rank d's control region (offsets are the same on every rank). Each has exactly one writer.
     std::uint64_t notified(std::uint32_t parity, std::uint32_t source) const;
     // Arrival has a word per slot, each slot's own chunk number: chunks may become visible in any order.
-    std::uint64_t arrived_inner(std::uint32_t source) const;  // at entry(source, ·), slot 0: chunks of a dispatch put here
-    std::uint64_t arrived_outer(std::uint32_t node) const;    // at home, slot 0: chunks of a combine put by its entry
-    std::uint64_t credit_outer(std::uint32_t node) const;     // at source: chunks of a dispatch that the entry consumed
-    std::uint64_t credit_inner(std::uint32_t home) const;     // at entry(home, ·): chunks of a combine consumed
-    std::uint64_t done(std::uint32_t source) const;           // rows of `source` that are in their final place here
-    std::uint64_t ready(std::uint32_t peer) const;            // rows of the peer's combine input that may be read
-    std::uint64_t read_done(std::uint32_t peer) const;        // 1: the peer will not read my combine input again
+    std::uint64_t arrived_inner(
+        std::uint32_t source) const;  // at entry(source, ·), slot 0: chunks of a dispatch put here
+    std::uint64_t arrived_outer(std::uint32_t node) const;  // at home, slot 0: chunks of a combine put by its entry
+    std::uint64_t credit_outer(std::uint32_t node) const;   // at source: chunks of a dispatch that the entry consumed
+    std::uint64_t credit_inner(std::uint32_t home) const;   // at entry(home, ·): chunks of a combine consumed
+    std::uint64_t done(std::uint32_t source) const;         // rows of `source` that are in their final place here
+    std::uint64_t ready(std::uint32_t peer) const;          // rows of the peer's combine input that may be read
+    std::uint64_t read_done(std::uint32_t peer) const;      // 1: the peer will not read my combine input again
 
     // Notify slots: what `source` has to say, by parity of the epoch; and what goes out to another node's rank `to`.
     std::uint64_t notify_slot_bytes() const { return notify_bytes_; }

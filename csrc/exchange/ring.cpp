@@ -99,9 +99,8 @@ bool SendRing::flush() {
     put.to = Region::staging;
     put.to_offset = end_.peer_base + offset;
     put.bytes = closed_bytes_;
-    const std::optional<Ticket> ticket =
-        exchange_.put(put, end_.peer_word, slot, end_.peer_word_offset + slot * sizeof(std::uint64_t),
-                      word_value(epoch_, sent_ + 1));
+    const std::optional<Ticket> ticket = exchange_.put(
+        put, end_.peer_word, slot, end_.peer_word_offset + slot * sizeof(std::uint64_t), word_value(epoch_, sent_ + 1));
     if (!ticket) return false;
     tickets_[slot] = ticket;
     ++sent_;

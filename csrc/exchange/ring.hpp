@@ -18,8 +18,8 @@ struct RingEnd {
     std::uint64_t local_base = 0;                      // slot 0 here, bytes in my staging region
     std::uint64_t peer_base = 0;                       // slot 0 there
     RemoteWord peer_word = RemoteWord::arrived_inner;  // what a sender raises, or a receiver credits, at the peer
-    std::uint64_t peer_word_offset = 0;  // of slot 0 where there is one per slot
-    std::uint64_t my_word_offset = 0;    // credits (sender) or arrivals (receiver, slot 0), in my control region
+    std::uint64_t peer_word_offset = 0;                // of slot 0 where there is one per slot
+    std::uint64_t my_word_offset = 0;  // credits (sender) or arrivals (receiver, slot 0), in my control region
 };
 
 RingEnd outer_sender(const Exchange& exchange, std::uint32_t node);      // dispatch: me to my entry in `node`
