@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "runtime/failure.hpp"
+#include "runtime/memory_limit.hpp"
 
 namespace expertwire::runtime {
 
@@ -63,6 +64,12 @@ Descriptor create_memfd(const std::string& name, std::uint64_t bytes) {
                            " bytes failed: " + errno_text(error) +
                            "; free memory, raise the cgroup's limit or ask for a smaller region");
     };
+    // Neither call below fails where memory ends: the kernel would kill a process instead.
+    const MemoryLimit limit = memory_limit();
+    if (bytes > limit.available_bytes)
+        throw Failure(FailureKind::capacity, "region '" + name + "' needs " + std::to_string(bytes) + " bytes, and " +
+                                                 std::to_string(limit.available_bytes) + " are available (" +
+                                                 limit.source + "); ask for a smaller one or free memory");
     Descriptor fd(memfd_create(("expertwire-" + name).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (fd.get() < 0) throw failed("memfd_create", errno);
     // A sparse file would turn a full machine into SIGBUS at the first touch; allocated now, it is an error now.
