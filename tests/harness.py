@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 import time
@@ -61,9 +60,7 @@ class World:
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0) -> list[Any]:
         """`function(Rank, *arguments)` on the first `ranks` ranks; what they return, by rank. Raises `RanksFailedError`."""
-        self._open()
-        for rank, connection in enumerate(self._connections):
-            connection.send((ranks, function if rank < ranks else None, arguments))
+        self.start(ranks, function, *arguments)
         answers = self._collect(timeout_s)
         failed = [f"--- rank {rank}: {what}" for rank, (good, what) in sorted(answers.items()) if not good]
         if failed:
@@ -87,15 +84,6 @@ class World:
             self._directory.cleanup()
             self._directory = None
 
-    def kill(self, rank: int) -> None:
-        """SIGKILL a rank."""
-        os.kill(self._processes[rank].pid, signal.SIGKILL)
-
-    def pids(self) -> list[int]:
-        """Process numbers, by rank."""
-        self._open()
-        return [process.pid for process in self._processes]
-
     def start(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> None:
         """Begin a run that `finish` collects."""
         self._open()
@@ -103,8 +91,8 @@ class World:
             connection.send((ranks, function if rank < ranks else None, arguments))
 
     def finish(self, timeout_s: float = 60.0) -> dict[int, tuple[bool, Any]]:
-        """(whether it returned, result or traceback) of each rank."""
-        return self._collect(timeout_s)
+        """(whether it returned, result or traceback) of each rank. A rank that fails does not end the others' time."""
+        return self._collect(timeout_s, timeout_s)
 
     def exit_codes(self) -> list[int | None]:
         """Tell all ranks to leave, and how each did, by rank."""
@@ -130,7 +118,7 @@ class World:
             self._processes.append(process)
             self._connections.append(ours)
 
-    def _collect(self, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+    def _collect(self, timeout_s: float, after_failure_s: float = AFTER_FAILURE_S) -> dict[int, tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout_s
@@ -149,7 +137,7 @@ class World:
                     self._processes[rank].join(END_S)
                     answers[rank] = (False, f"ended with exit code {self._processes[rank].exitcode}")
                 if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+                    deadline = min(deadline, time.monotonic() + after_failure_s)
         return answers
 
 

@@ -62,7 +62,7 @@ def test_a_deadline_says_who_is_missing(world: World, node_of: tuple[int, ...]) 
         assert "rank 1" in message
         assert "notify" in message
         assert "not in this call" in message
-        assert "1500 ms" in message
+        assert "1.5 s" in message
         assert 1.4 < results[rank]["waited_s"] < 4
         assert results[rank]["later"][0] == "StateError"
         assert "DeadlineError" in results[rank]["later"][2]
