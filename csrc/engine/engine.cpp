@@ -140,6 +140,7 @@ Status Engine::release(Ticket ticket) {
 
 std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs) {
     std::size_t count = 0;
+    pushed_back_since_take_ = false;
     std::uint32_t idle_lanes = 0;  // looked at in a row without a post
     while (postable_ > 0 && count < out.size() && idle_lanes < lanes_used_) {
         if (round_robin_ >= lanes_used_) round_robin_ = 0;
@@ -224,6 +225,8 @@ void Engine::on_posted(const PostCommand& command, PostResult result, TimeNs now
             lane.again_since = now;
             ++lanes_pushed_back_;
         }
+        if (!pushed_back_since_take_) round_robin_ = operations_[index].queue_pair;  // it goes first next time
+        pushed_back_since_take_ = true;
         pull_back(lane);
         return;
     }

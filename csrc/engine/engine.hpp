@@ -319,6 +319,7 @@ class Engine {
     std::uint64_t early_signals_ = 0;        // a gate opened with a threshold unmet: never
     std::uint64_t records_overwritten_ = 0;  // a terminal record stored twice: never
     bool settling_ = false;
+    bool pushed_back_since_take_ = false;
     EngineStatistics counts_;
 };
 

@@ -39,7 +39,9 @@ void Engine::drop_unposted(std::uint32_t index) {
         }
         at = next;
     }
-    if (mutant(Mutant::publish_before_drain) && !terminal(request.state)) detach_all(index);
+    const bool freed_early = mutant(Mutant::publish_before_drain) ||
+                             (mutant(Mutant::buffer_freed_at_timeout) && request.first_error == Status::timed_out);
+    if (freed_early && !terminal(request.state)) detach_all(index);
     publish_if_ended(index);
 }
 
@@ -193,7 +195,6 @@ void Engine::expire(std::uint32_t slot, Status status, std::int32_t code) {
     const std::uint32_t request = operation.request;
     fail_request(request, status, code);
     store_record(request, Status::pending, RecordView::quarantined);
-    if (mutant(Mutant::buffer_freed_at_timeout)) detach_all(request);
 }
 
 void Engine::step(TimeNs now) {
@@ -286,6 +287,13 @@ void Engine::on_endpoint_closed(EndpointId endpoint, TimeNs) {
         if (!slots_.in_use(slot) || slot_info_[slot].endpoint != endpoint) continue;
         const std::uint32_t index = slot_info_[slot].operation;
         if (operations_[index].state == OperationState::posted) end_in_flight(index);
+    }
+    for (std::uint32_t i = 0; i < lanes_used_; ++i) {
+        if (lanes_[i].endpoint == endpoint) fail_lane(i, Status::closed, 0);  // it was not replaced
+        // Class A: controls that were to follow their data on it by order alone cannot, and the data may be lost.
+        for (std::uint32_t at = lanes_[i].ready_head; at != no_index; at = operations_[at].next_ready) {
+            if (operations_[at].endpoint == endpoint) fail_request(operations_[at].request, Status::closed, 0);
+        }
     }
     settle();
 }

@@ -144,7 +144,9 @@ void SimulatedNetwork::trace(std::uint64_t a, std::uint64_t b, std::uint64_t c) 
 PostResult SimulatedNetwork::post(std::uint32_t rank, const PostCommand& command) {
     SimulatedProvider& provider_of_rank = provider(rank);
     trace(now_, 64 + rank, command.ticket.pack());
-    if (provider_of_rank.closed_ || dead_[rank]) return {PostOutcome::failed, Status::closed, 0};
+    const auto& closed = provider_of_rank.closed_endpoints_;
+    const bool endpoint_closed = std::find(closed.begin(), closed.end(), command.endpoint) != closed.end();
+    if (provider_of_rank.closed_ || endpoint_closed || dead_[rank]) return {PostOutcome::failed, Status::closed, 0};
     const bool known =
         command.peer.value < provider_of_rank.peers_.size() && provider_of_rank.peers_[command.peer.value].has_value();
     if (!known) return {PostOutcome::failed, Status::refused, 0};
@@ -355,7 +357,8 @@ void SimulatedNetwork::deliver_read(std::uint32_t index) {
 // ---- completing
 
 void SimulatedNetwork::complete(std::uint32_t index, Level level) {
-    const Flight& flight = flights_[index];
+    Flight& flight = flights_[index];
+    flight.completed = level == Level::delivered || flight.command.level == Level::local;
     if (dead_[flight.source]) return;
     const Completion completion{flight.command.ticket, flight.outcome, level, flight.code};
     SimulatedProvider& source = provider(flight.source);
@@ -402,7 +405,7 @@ void SimulatedNetwork::end(std::uint32_t index) {
 
 void SimulatedNetwork::end_or_stick(std::uint32_t index) {
     Flight& flight = flights_[index];
-    if (flight.used && dead_[flight.target] && !death_reported_[flight.target] && !flight.landed) {
+    if (flight.used && dead_[flight.target] && !death_reported_[flight.target] && !flight.completed) {
         flight.stuck = true;  // still holds its place in the queue and, as far as anyone may know, its buffer
         return;
     }
@@ -446,9 +449,16 @@ void SimulatedNetwork::kill(std::uint32_t rank, bool reported) {
     dead_[rank] = true;
     death_reported_[rank] = reported;
     trace(now_, 97, rank);
-    for (std::uint32_t i = 0; i < flights_.size(); ++i) {
-        if (flights_[i].used && flights_[i].source == rank && random_.chance(0.5)) end(i);
+    // What it had posted last may never have left; where order is promised, nothing leaves without what came before it.
+    const bool ordered = model_.ordering == OrderingClass::ordered;
+    std::uint64_t oldest = sequence_;
+    for (const Flight& flight : flights_) {
+        if (flight.used && flight.source == rank) oldest = std::min(oldest, flight.number);
     }
+    const std::uint64_t cut = random_.between(oldest, sequence_);
+    drop_flights([&](const Flight& flight) {
+        return flight.source == rank && (ordered ? flight.number >= cut : random_.chance(0.5));
+    });
 }
 
 void SimulatedNetwork::freeze(std::uint32_t rank) {

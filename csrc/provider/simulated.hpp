@@ -162,6 +162,7 @@ class SimulatedNetwork {
         bool stuck = false;        // to or from a dead rank: nothing more will happen, its owner is not told
         bool captured = false;     // the source's bytes are in `bytes`: its buffer is free again
         bool landed = false;
+        bool completed = false;
         std::vector<std::byte> bytes;
     };
 
@@ -229,7 +230,7 @@ class SimulatedProvider final : public Provider {
     bool may_sleep() override { return completions_.empty() && arrivals_.empty(); }
     ProviderCounters counters() const override { return counters_; }
     void close() override;
-    void close_endpoint(EndpointId endpoint);  // ends what is in flight on it, without completions
+    void close_endpoint(EndpointId endpoint);  // as remove_peer(); later posts on it fail
 
     std::byte* memory(RegionId id, std::uint64_t offset) const;  // null where the region is not registered
 
@@ -255,6 +256,7 @@ class SimulatedProvider final : public Provider {
     std::vector<Remote> remotes_;
     std::deque<Completion> completions_;
     std::deque<Arrival> arrivals_;
+    std::vector<EndpointId> closed_endpoints_;
     ProviderCounters counters_;
     bool closed_ = false;
 };

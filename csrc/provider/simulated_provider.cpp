@@ -126,6 +126,7 @@ void SimulatedProvider::close() {
 }
 
 void SimulatedProvider::close_endpoint(EndpointId endpoint) {
+    closed_endpoints_.push_back(endpoint);
     network_.drop_flights(
         [&](const SimulatedNetwork::Flight& f) { return f.source == rank_ && f.command.endpoint == endpoint; });
 }
