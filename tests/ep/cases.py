@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import Rank
 
 from expertwire.ep.cpu import backend
+from harness import Rank
 
 GUARD = 64  # elements on either side of each output that is allocated here
 POISON = 0x5A

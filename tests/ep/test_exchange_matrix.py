@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ep.cases import Case, expert_output, inputs, run_case
-from harness import World
 
+from ep.cases import Case, expert_output, inputs, run_case
 from expertwire.ep.reference import reference_combine, reference_dispatch, reference_layout
+from harness import World
 
 # Node tables: 1, 2, 3, 4, 5, 8 and 12 ranks; nodes of 1, 2, 3 and 4; uneven ones, and ranks of a node that are not neighbours.
 TABLES: dict[str, tuple[int, ...]] = {

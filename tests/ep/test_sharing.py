@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from ep import work
 from harness import World
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from harness import Rank
 
 from expertwire.ep import Buffer, Config, EventOverlap
 from expertwire.errors import ExpertwireError
+from harness import Rank
 
 EXPERTS, TOPK, HIDDEN = 8, 2, 32
 Described = tuple[str, int, str]  # class, rank of a PeerError or -1, message
