@@ -176,6 +176,13 @@ class Pair:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
+    def stop(self) -> None:
+        """Stops the other process; when this returns it does nothing more."""
+        self.send_signal(signal.SIGSTOP)
+        assert self.process.pid is not None
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
         self.process.join(DEADLINE_S)

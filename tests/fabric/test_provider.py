@@ -236,7 +236,7 @@ def test_a_killed_peer_ends_in_errors_never_in_success_and_closing_is_quick(setu
     setup.require()
     with pair(setup.kind, setup.options) as both:
         assert both.run("notification", payload=b"hello") == "ok"
-        both.pipe.send(("silent", 60))
+        both.stop()
         if setup.kind != "local":  # mapped memory outlives its process: a copy there succeeds, and nobody is misled by a signal
             for slot in range(4):
                 assert both.post("write", slot, local=DATA, remote=DATA, bytes=1 << 20)[0] == "posted"
@@ -258,7 +258,7 @@ def test_closing_is_quick_with_operations_on_their_way_to_a_stopped_peer(setup: 
     setup.require()
     with pair(setup.kind, setup.options) as both:
         assert both.run("write", local=DATA, remote=DATA, bytes=8) == "ok"
-        both.send_signal(signal.SIGSTOP)
+        both.stop()
         try:
             for slot in range(4):
                 both.post("write", slot, local=DATA, remote=DATA, bytes=1 << 20)
@@ -294,6 +294,21 @@ def test_a_removed_peer_is_forgotten_and_can_come_back(setup: Setup) -> None:
         assert finished == [(4, 1, "ok", 0)]
         assert blob.word(0) == 3
         blob.probe.close()
+
+
+@pytest.mark.parametrize("setup", [SETUPS["tcp-system-message"], SETUPS["tcp-wheel-message"]], ids=["system", "wheel"])
+def test_an_emulated_signal_that_nobody_answers_ends_with_its_peer(setup: Setup) -> None:
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        assert both.run("signal", remote=WORDS, operand=1) == "ok"
+        both.stop()
+        assert both.post("signal", 3, remote=WORDS, operand=1)[0] == "posted"
+        assert both.collect(1, seconds=0.1) == []  # sent is not applied
+        both.kill()
+        both.probe.poll()
+        both.probe.remove_peer(0)
+        finished = both.collect(1, seconds=5)
+        assert [(slot, status) for slot, _, status, _ in finished] == [(3, "peer_dead")]
 
 
 @WIRE
