@@ -33,7 +33,12 @@ class Arm(Protocol):
     """One engine. Times are seconds of the last call on this rank, by phase."""
 
     name: str
+    provider: str  # what carries rows between nodes
     seconds: dict[str, float]
+
+    def wire_operations(self) -> int:
+        """Writes and signals that this rank has given its provider so far."""
+        ...
 
     def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
         """Send each row to the ranks of its experts. Collective."""
@@ -69,7 +74,12 @@ class OursArm:
             provider=provider,
             max_local_experts=local_experts_max,
         )
+        self.provider = self.buffer.provider
         self.handle: Handle | None = None
+
+    def wire_operations(self) -> int:
+        """See `Arm`."""
+        return self.buffer.statistics()["provider_posted"]
 
     def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
         """See `Arm`."""
@@ -109,12 +119,17 @@ class GlooArm:
     """The exchange as users write it with gloo (gloo.py). Its layout is part of its dispatch."""
 
     name = "gloo"
+    provider = "gloo"
 
     def __init__(self, ranks: int, experts: int) -> None:
         self.exchange = GlooExchange(None, torch.tensor(expert_bounds(experts, ranks)))
         self.seconds: dict[str, float] = {}
         self.plan: GlooPlan | None = None
         self.tokens = 0
+
+    def wire_operations(self) -> int:
+        """See `Arm`. Gloo does not count them."""
+        return 0
 
     def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
         """See `Arm`."""

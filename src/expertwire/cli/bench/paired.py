@@ -56,6 +56,8 @@ class Measured:
     sent_rows: int  # one per token and destination rank: what a combine brings back
     wire_rows: int  # one per token and remote node: what crosses the fabric, each way
     copy_seconds: list[float]  # one plain copy of the received bytes, all ranks at once
+    provider: str  # what carried our rows between nodes
+    wire_operations: int  # what our provider was given to post, over all calls
 
 
 def destinations(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
@@ -192,4 +194,6 @@ def measure(rank: Rank, arms: list[Arm], own: Inputs, expected: Expected, node_o
         int(expected.in_rank.sum()),
         int(sum(remote)),
         time_copies(expected.rows, iterations),
+        arms[0].provider,
+        arms[0].wire_operations(),
     )

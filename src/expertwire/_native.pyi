@@ -1,0 +1,418 @@
+"""
+Expertwire's native core. Use expertwire.fabric and expertwire.ep; this module's names may change.
+"""
+
+from collections.abc import Sequence
+
+
+class Request:
+    """
+    One logical request. Dropping it gives the handle up, never the memory it still uses.
+    """
+
+    def status(self) -> int:
+        """
+        One local load (SPEC T13): 0 ok, 1 pending, else the number of the failure (Context.status_name).
+        """
+
+    def turn(self) -> int:
+        """Help the engine for at most 20 us if nobody does, then status()."""
+
+    def wait(self, timeout_ms: int) -> int:
+        """
+        The terminal status, or 1 (pending) when the deadline passed: the request then still owns its memory.
+        """
+
+    def cancel(self) -> int:
+        """
+        0: cancelled before anything was posted. 'refused': posted work is still owned; the handle stays valid.
+        """
+
+    def stalled(self) -> bool:
+        """True once a wait for it has passed its deadline (a flag, not a state)."""
+
+    def code(self) -> int:
+        """The provider's own error number behind a failure, or 0."""
+
+    def release(self) -> None:
+        """
+        Give the handle up now; what it owns is freed once it is terminal. Idempotent.
+        """
+
+    @property
+    def rank(self) -> int:
+        """The peer."""
+
+def status_name(status: int) -> str:
+    """The word for a status number."""
+
+class Context:
+    """
+    One transport instance: provider, engine, regions, peers, one progress thread.
+    """
+
+    def __init__(self, rank: int, size: int, options: dict) -> None:
+        """
+        options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,
+        signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, rendezvous_threshold,
+        max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, sync_writes,
+        liveness ('auto', 'heartbeat').
+        Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.
+        """
+
+    def create_region(self, name: str, bytes: int) -> int:
+        """
+        A shared region of `bytes` zero bytes (memfd, preallocated), registered with the provider; its number.
+        Raises InvalidArgumentError (name taken, 0 bytes), CapacityError (no memory: call, bytes, errno).
+        """
+
+    def register_region(self, address: int, bytes: int) -> int:
+        """
+        Register the caller's memory, announced to peers as '#<number>'; its number.
+        """
+
+    def deregister_region(self, region: int, timeout_ms: int) -> None:
+        """
+        Raises StateError while a request uses the region (after waiting up to timeout_ms).
+        """
+
+    def region(self, name: str) -> int:
+        """The number of the region of that name."""
+
+    def region_address(self, region: int) -> int:
+        """Its first byte's address in this process."""
+
+    def region_bytes(self, region: int) -> int:
+        """Its size."""
+
+    def region_fd(self, region: int) -> int:
+        """
+        Its descriptor, borrowed (-1: the caller's memory). Pass it to node peers, do not close it.
+        """
+
+    def region_names(self) -> list[str]:
+        """
+        Names of the shared regions, 'runtime' first: node peers map each of them.
+        """
+
+    def blob(self) -> bytes:
+        """
+        What the bootstrap carries to every rank: address, regions with keys, pid and start time. Versioned, binary.
+        """
+
+    def add_peer(self, rank: int, blob: bytes) -> None:
+        """
+        Make the rank reachable and watch whether it lives. Again with a newer blob of the same process: adds regions.
+        Raises InvalidArgumentError (rank, malformed blob), MismatchError (version, rank, size, provider).
+        """
+
+    def remove_peer(self, rank: int) -> None:
+        """Its requests fail, its lanes close; add_peer may follow."""
+
+    def map_peer(self, rank: int, region: str, fd: int) -> None:
+        """
+        Map a node peer's region of that name; the descriptor is only borrowed. Map 'runtime' too: its doorbell is there.
+        """
+
+    def peer_address(self, rank: int, region: str) -> int:
+        """Where it is mapped here; 0 if it is not."""
+
+    def remote_region(self, rank: int, region: str) -> int:
+        """The number under which submit() knows a peer's region."""
+
+    def remote_region_bytes(self, rank: int, region: str) -> int:
+        """The size that the peer announced."""
+
+    def start(self) -> None:
+        """Start the progress thread. Once."""
+
+    def close(self, timeout_ms: int = 2000) -> None:
+        """
+        Drain for at most timeout_ms, tell the peers that this rank leaves, stop and release everything. Idempotent.
+        """
+
+    def submit(self, rank: int, kind: str, chunks: Sequence[tuple[int, int, int, int, int, int]], signals: Sequence[tuple[int, int, int, int, int]], notification: bytes | None, delivered: bool, timeout_ms: int) -> Request:
+        """
+        One logical request. kind: 'write' or 'read'; chunks: [(local region, offset, remote region, offset, bytes, lane)];
+        signals: [(remote region, byte offset (8-aligned), value added, scope 0 request|1 queue pair|2 peer, lane)], sent once
+        what they cover is there; notification: bytes or None, likewise. Full: waits up to timeout_ms, then DeadlineError.
+        """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def quiet(self, timeout_ms: int) -> None:
+        """
+        Wait until everything submitted before the call is terminal; later submissions do not extend it.
+        Raises DeadlineError with what is still unfinished.
+        """
+
+    def barrier(self, timeout_ms: int) -> None:
+        """
+        All ranks have arrived, and what each sent to this rank before its barrier is here.
+        Raises DeadlineError naming the ranks that have not arrived, PeerError.
+        """
+
+    def wait_word(self, region: int, offset: int, at_least: int, timeout_ms: int) -> bool:
+        """
+        Wait until the 64-bit word of one of my regions is >= at_least; False when the deadline passed. Raises PeerError.
+        """
+
+    def turn(self) -> bool:
+        """One turn of at most 20 us if the token is free."""
+
+    def ring(self, rank: int) -> None:
+        """Ring a mapped rank's doorbell after storing into its memory."""
+
+    def doorbell_seen(self) -> int:
+        """The count for doorbell_wait()."""
+
+    def doorbell_wait(self, seen: int, timeout_ms: int) -> bool:
+        """
+        Sleep until my doorbell has rung since `seen`; False when the deadline passed.
+        """
+
+    def watch_open(self) -> int:
+        """
+        A descriptor that becomes readable when something completed; for event loops. Ends with watch_close().
+        """
+
+    def watch_close(self, fd: int) -> None:
+        """Close a watch. Idempotent."""
+
+    def fault(self) -> tuple[int, int, str] | None:
+        """
+        None, or (rank at fault, rank that told or -1, why): the first dead peer, root cause first.
+        """
+
+    def pulse(self, rank: int) -> tuple[int, int, int, int, bool]:
+        """
+        (heartbeats, call sequence, phase, ns since the last heartbeat, leaving) as last heard.
+        """
+
+    def publish_call(self, sequence: int, phase: int) -> None:
+        """What my pulse tells the others about where I am."""
+
+    def publish_verdict(self, rank: int) -> None:
+        """Tell every live peer whom I hold dead, before raising PeerError."""
+
+    def take_notifications(self) -> list:
+        """list[(rank, bytes)] in order of arrival; each is given once."""
+
+    def statistics(self) -> dict:
+        """
+        dict[str, int] of counters, a snapshot; fabric.stats.Statistics gives them names and types.
+        """
+
+    @property
+    def capabilities(self) -> dict:
+        """dict of what the provider promises (csrc/provider/capabilities.hpp)."""
+
+def library_facts(candidates: Sequence[str]) -> dict:
+    """
+    Load the best libfabric.so.1 among `candidates` (paths). Returns {found, path, version, message, tried}; never raises.
+    """
+
+def provider_facts(candidates: Sequence[str], settings: dict) -> list:
+    """
+    What fi_getinfo offers with the hints that the core uses, one dict per provider and domain; [] without a library.
+    """
+
+def gate_facts(granted: dict, settings: dict) -> dict:
+    """
+    Ordering class and gate policy for what a getinfo grants (pure): {ordering, safe, why, delivery_complete, refused}.
+    """
+
+class ProbeWindow:
+    """What `ProviderProbe.write_window` did."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def completed(self) -> int: ...
+
+    @property
+    def again(self) -> int: ...
+
+    @property
+    def status(self) -> str: ...
+
+class ProviderProbe:
+    """
+    One provider with nothing above it, for its tests and for raw figures. Single-threaded.
+    """
+
+    def __init__(self, kind: str, options: dict) -> None: ...
+
+    def capabilities(self) -> dict: ...
+
+    def counters(self) -> dict: ...
+
+    def create_region(self, id: int, bytes: int, remote_write: bool = True, remote_read: bool = True, mappable: bool = True) -> int:
+        """A memfd region of the probe's own; returns its address."""
+
+    def deregister_region(self, id: int) -> bool: ...
+
+    def address(self, endpoint: int = 0) -> bytes: ...
+
+    def region_key(self, id: int) -> bytes: ...
+
+    def add_peer(self, peer: int, address: bytes) -> None: ...
+
+    def remove_peer(self, peer: int) -> None: ...
+
+    def add_remote_region(self, peer: int, id: int, key: bytes) -> None: ...
+
+    def post(self, kind: str, slot: int, peer: int, local: int = 0, local_offset: int = 0, remote: int = 0, remote_offset: int = 0, bytes: int = 0, operand: int = 0, payload: bytes = ..., endpoint: int = 0, delivered: bool = True, generation: int = 1) -> tuple:
+        """
+        Returns (outcome, status, code). A notification's payload must outlive its completion.
+        """
+
+    def poll(self, completions_max: int = 64) -> tuple:
+        """([(slot, generation, status, code)], [(peer, payload)])"""
+
+    def sleep(self, timeout_ms: int) -> bool: ...
+
+    def serve_until(self, address: int, value: int, timeout_ms: int, sleeping: bool = True) -> bool: ...
+
+    def write_window(self, kind: str, peer: int, local: int, remote: int, bytes: int, window: int, count: int, delivered: bool = True, timeout_ms: int = 10000, signal: bool = False, signal_remote: int = 0, signal_offset: int = 0) -> ProbeWindow: ...
+
+    def close(self) -> float:
+        """Closes the provider; returns the seconds that it took."""
+
+class ExchangeHandle:
+    """What a dispatch leaves for its combine. Immutable."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def tokens(self) -> int:
+        """Rows of x of this rank."""
+
+    @property
+    def received(self) -> int:
+        """Rows that this rank received, over all sources."""
+
+    @property
+    def matrix(self) -> list[int]:
+        """list[int], R * R: rows from source s to destination d at [s * R + d]."""
+
+    @property
+    def node_matrix(self) -> list[int]:
+        """
+        list[int], R * RR: distinct rows from source s to node b at [s * RR + b].
+        """
+
+class DispatchResult:
+    """What a dispatch received. Immutable."""
+
+    @property
+    def handle(self) -> ExchangeHandle: ...
+
+    @property
+    def received(self) -> int:
+        """Rows N."""
+
+    @property
+    def layout(self) -> dict:
+        """
+        dict: byte offsets from the start of my data region: x [N, row_bytes], src_idx i32[N], topk_idx [N, K] of the index type sent (local ids, -1 elsewhere; None without), topk_weights f32[N, K] (0 where the id is -1; None without).
+        """
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the offered extent that hold the result."""
+
+    @property
+    def expert_counts(self) -> list[int]:
+        """
+        list[int]: rows per local expert (duplicates counted twice), not rounded; empty with a handle.
+        """
+
+class Exchange:
+    """
+    One rank's high-throughput exchange. The context has regions 'control' and 'staging' (sizes from layout(), zeroed) and
+    'data' (any size), mapped for all peers of the node and announced by the others. All ranks call dispatch and combine in the
+    same order. Calls from several threads are serialised.
+    """
+
+    def __init__(self, context: Context, node_of: Sequence[int], local_experts_max: int, ring_slots: int, slot_bytes: int) -> None:
+        """
+        node_of[r]: node of rank r, numbered 0..RR-1 without a gap. local_experts_max: the most experts that any rank will own in
+        any call; all ranks must give the same, as also ring_slots (>= 1) and slot_bytes (a multiple of 64, at least one row with its
+        top-k: a row that does not fit raises InvalidArgumentError at the call). Raises CapacityError where a region is too small,
+        with both numbers.
+        """
+
+    def dispatch(self, x: int, tokens: int, row_bytes: int, in_rank: int, topk_idx: int, topk_index_bytes: int, topk: int, topk_weights: int, counts_per_rank: int, counts_per_node: int, counts_per_expert: int, num_experts: int, expert_first: Sequence[int], handle: ExchangeHandle | None, offer_offset: int, offer_capacity: int, timeout_ms: int) -> DispatchResult:
+        """
+        Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by source rank,
+        then source token, at offer_offset (a multiple of 64) in my data region.
+
+        x: [tokens, row_bytes] contiguous, anywhere. in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global ids of
+        topk_index_bytes (4 or 8). topk_weights (0: none): f32[tokens, topk], needs topk_idx. counts_per_rank i32[R], counts_per_node
+        i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert only from topk_idx): checked against in_rank
+        and topk_idx. expert_first: R + 1 entries. Nothing is read where tokens is 0, but all ranks must agree on whether there are
+        weights: a tensor of no rows is any address but 0.
+        handle: repeats that dispatch's routing: in_rank, topk_idx, topk_weights and counts must be 0, topk and num_experts 0,
+        expert_first empty; tokens must be the handle's.
+
+        Raises InvalidArgumentError (nothing started), MismatchError (ranks disagree: on every rank, the exchange stays usable),
+        CapacityError (an offered extent is too small: on every rank, stays usable; the message has rank, rows, bytes and capacity),
+        PeerError, DeadlineError, TransferError; after one of these three, or an interrupt, every call raises StateError.
+        """
+
+    def combine(self, x: int, rows: int, row_bytes: int, weights: int, topk: int, bias0: int, bias1: int, out: int, out_weights: int, handle: ExchangeHandle, offer_offset: int, offer_capacity: int, timeout_ms: int) -> None:
+        """
+        Sends the bf16 rows x[rows, row_bytes / 2], in the order in which the handle's dispatch received them, back to their homes
+        and writes their sums to out, bf16[tokens, row_bytes / 2] (tokens: the handle's). weights (topk 0: none): f32[rows, topk],
+        summed into out_weights f32[tokens, topk]. bias0, bias1 (0: none): bf16[tokens, row_bytes / 2].
+
+        x inside my data region is read in place (weights may then lie there or not); elsewhere x and weights are copied to the
+        offered extent first, which must hold extent_bytes('combine', …) bytes. Raises as dispatch.
+        """
+
+    def progress(self) -> list:
+        """
+        list[dict], one row per peer as of the last failed call: rank, notified, rows_expected, rows_arrived, chunks_to_send,
+        chunks_sent, chunks_credited, missing (str).
+        """
+
+    def wake(self) -> None:
+        """
+        Rings this rank's own doorbell: a waiting call looks around once. Any thread.
+        """
+
+    @staticmethod
+    def layout(rank: int, node_of: Sequence[int], local_experts_max: int, ring_slots: int, slot_bytes: int) -> dict:
+        """
+        {'control_bytes', 'staging_bytes'} of the rank's regions, before anything is created. staging_bytes is 0 with one node
+        (create a region of 64 bytes then).
+        """
+
+    @staticmethod
+    def layout_counts(topk_idx: int, index_bytes: int, tokens: int, topk: int, num_experts: int, expert_first: Sequence[int], node_of: Sequence[int], per_rank: int, per_node: int, per_expert: int, in_rank: int) -> None:
+        """
+        get_dispatch_layout's counting. topk_idx: address of contiguous [tokens, topk] ids of index_bytes (4 or 8) each. Writes
+        i32[R] at per_rank, i32[RR] at per_node (0: leave out), i32[E] at per_expert and bool[tokens, R] at in_rank, every element.
+        expert_first has R + 1 entries: rank r owns experts [first[r], first[r+1]). -1 is no expert. Raises InvalidArgumentError
+        naming token, slot and value for any other id outside [0, E); outputs are then unspecified.
+        """
+
+    @staticmethod
+    def extent_bytes(kind: str, rows: int, row_bytes: int, topk: int, index_bytes: int, has_weights: bool) -> int:
+        """
+        Bytes of the extent that a 'dispatch' receiving `rows` rows needs (topk 0: without ids), or that a 'combine' of `rows`
+        rows needs where x and the weights are not in the data region.
+        """

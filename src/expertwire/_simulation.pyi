@@ -1,0 +1,93 @@
+"""
+Expertwire's deterministic simulation. Use expertwire.testing; this module's names may change.
+"""
+
+from collections.abc import Sequence
+
+
+def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False) -> list:
+    """
+    Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice.
+    """
+
+def set_mutant(name: str) -> None:
+    """
+    Switch one kept fault on for the whole process ('none' switches it off). ValueError for another name.
+    """
+
+def mutants() -> list[str]:
+    """Names for set_mutant()."""
+
+def transitions() -> list[str]:
+    """Every transition of a request that the table allows, as 'FROM->TO'."""
+
+class EngineProbe:
+    """One engine whose provider is the caller (unit tests)."""
+
+    def __init__(self, outstanding_max: int = 8, peers: int = 2, lanes: int = 2, ordered: bool = False, hard_timeout_ns: int = 1000000, queued_max: int = 64) -> None: ...
+
+    def submit(self, peer: int, chunk_lanes: Sequence[int], controls: Sequence["std::pair<unsigned int, unsigned int>"] = []) -> "std::pair<std::__cxx11::basic_string<char, std::char_traits<char>, std::allocator<char> >, unsigned long>": ...
+
+    def post(self, most: int = 64, outcomes: Sequence[str] = []) -> list["std::pair<unsigned long, std::__cxx11::basic_string<char, std::char_traits<char>, std::allocator<char> > >"]: ...
+
+    def complete(self, ticket: int, status: str = 'ok', delivered: bool = True) -> None: ...
+
+    def advance(self, ns: int) -> None: ...
+
+    def status(self, request: int) -> str: ...
+
+    def first_error(self, request: int) -> str: ...
+
+    def cancel(self, request: int) -> str: ...
+
+    def release(self, request: int) -> str: ...
+
+    def peer_dead(self, peer: int) -> None: ...
+
+    def peer_closed(self, peer: int) -> None: ...
+
+    def close_peer(self, peer: int) -> str: ...
+
+    def quiet_mark(self) -> int: ...
+
+    def quiet(self, mark: int) -> str: ...
+
+    def region_uses(self) -> int: ...
+
+    def idle(self) -> bool: ...
+
+    def invariants(self) -> str: ...
+
+    def lane(self, peer: int, lane: int) -> dict: ...
+
+    def statistics(self) -> dict: ...
+
+def run_exchange_seeds(first: int, count: int, mutant: str = 'none', stop: bool = False) -> dict:
+    """
+    Runs seeds first … first + count - 1. {'failures': [(seed, text)], 'trace_hashes': [int], 'coverage': {name: count}}. `stop`: end at the first failure.
+    """
+
+def exchange_layout(rank: int, node_of: Sequence[int], local_experts_max: int, ring_slots: int, slot_bytes: int) -> dict:
+    """
+    Sizes of a rank's regions and its entry rank in every node, as the core computes them.
+    """
+
+def exchange_chunk_rows(slot_bytes: int, row_bytes: int, mask_words: int, topk: int, index_bytes: int, has_weights: bool) -> int:
+    """Rows that fit a ring slot."""
+
+def exchange_extent(rows: int, row_bytes: int, topk: int, index_bytes: int, has_weights: bool) -> tuple:
+    """Offsets inside a dispatch's extent."""
+
+def rows_isas() -> list[str]:
+    """Instruction sets of the row kernels that this machine has."""
+
+def rows_reduce(isa: str, out: int, rows: Sequence[int], ends: Sequence[int], bias0: int, bias1: int, columns: int) -> None:
+    """
+    One row of a combine. Addresses of bf16 rows, grouped by `ends`. 'best': what the core uses, streaming.
+    """
+
+def rows_round(isa: str, out: int, values: int, columns: int) -> None:
+    """f32[columns] rounded to bf16."""
+
+def rows_copy(to: int, source: int, bytes: int, streaming: bool) -> None:
+    """One row's copy."""
