@@ -294,7 +294,7 @@ class Buffer:
         """
         checks.events(None, previous_event, async_finish, allocate_on_comm_stream)
         experts = require_int("num_experts", num_experts, 1)
-        ids = checks.expert_ids("topk_idx", topk_idx, experts)
+        ids = checks.expert_ids("topk_idx", topk_idx)
         with self._calling("get_dispatch_layout"):
             per_rank, per_node, per_expert, in_rank = self.runtime.layout(ids, experts)
         return per_rank, per_node if self.num_nodes > 1 else None, per_expert, in_rank, _event(async_finish)
