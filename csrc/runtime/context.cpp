@@ -196,20 +196,21 @@ void Context::close(TimeNs until_ns) {
         state.turn(20'000);
         return state.engine->idle();
     };
-    while (started && !idle() && now_ns() < until_ns) {
-        const Doorbell bell(state.shared.doorbell());
-        const std::uint32_t seen = bell.seen();
-        state.thread.unpark();
-        bell.wait(seen, 1'000'000);
-    }
+    const auto drain = [&](auto done, TimeNs until) {
+        while (started && now_ns() < until) {
+            const Doorbell bell(state.shared.doorbell());
+            const std::uint32_t seen = bell.seen();
+            if (done()) break;
+            state.thread.unpark();
+            bell.wait(seen, 1'000'000);
+        }
+    };
+    drain(idle, until_ns);
     // Tell the others: this is no death.
     state.liveness->publish_leaving();
-    const TimeNs farewell_until = now_ns() + farewell_ns;
     state.broadcast_pulse.store(true, std::memory_order_release);
-    while (started && now_ns() < farewell_until) {
-        if (idle() && !state.broadcast_pulse.load(std::memory_order_acquire)) break;
-        sched_yield();
-    }
+    const auto told = [&] { return idle() && !state.broadcast_pulse.load(std::memory_order_acquire); };
+    drain(told, now_ns() + farewell_ns);
     // Join, then close: from here nobody but this thread touches the provider.
     state.thread.stop();
     const TokenGuard guard(*this, now_ns() + state.options.timeout_ns);

@@ -51,6 +51,17 @@ void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, s
     }
 }
 
+// Words of another process under this rank count from 0 again; those of the same one go on where they were.
+void forget_words(ContextState& state, PeerRecord& peer, std::uint32_t rank) {
+    const ControlGuard guard(state);
+    peer.told = {};
+    peer.barrier_told = 0;
+    PulseBlock& pulse = state.shared.pulse(rank);
+    for (auto* word : {&pulse.heartbeat, &pulse.call_sequence, &pulse.phase, &pulse.verdict, &pulse.leaving})
+        word->store(0, std::memory_order_relaxed);
+    state.shared.barrier(rank).store(0, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 // Spinning is for those who have a core of their own (DESIGN "Waits and cores").
@@ -144,6 +155,7 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
         peer.remote_runtime = runtime_region->second;
         if (!again && on_this_host(blob)) state.count_rank_on_host(1);
     }
+    if (!again && peer.blob.instance != 0 && peer.blob.instance != blob.instance) forget_words(state, peer, rank);
     const ProcessIdentity process = blob.process;
     peer.blob = std::move(blob);
     peer.added.store(true, std::memory_order_release);
@@ -180,16 +192,9 @@ void Context::remove_peer(std::uint32_t rank) {
     peer.mapped.clear();
     peer.remotes.clear();
     peer.lanes.clear();
-    peer.blob = {};
-    peer.told = {};
-    peer.barrier_told = 0;
+    peer.blob.regions.clear();
     if (peer.pulse_request.valid()) state.give_up(peer.pulse_request);
     peer.pulse_request = {};
-    // Its words in my memory are a new process's from now on.
-    PulseBlock& pulse = state.shared.pulse(rank);
-    for (auto* word : {&pulse.heartbeat, &pulse.call_sequence, &pulse.phase, &pulse.verdict, &pulse.leaving})
-        word->store(0, std::memory_order_relaxed);
-    state.shared.barrier(rank).store(0, std::memory_order_relaxed);
 }
 
 void Context::map_peer(std::uint32_t rank, std::string_view region, int fd) {

@@ -183,8 +183,8 @@ void Context::mark_stalled(Ticket request) {
 void Context::release(Ticket request) {
     if (state_->fork_mark.forked()) return;
     if (state_->token.try_take()) {
+        const TokenReturn back(state_->token);
         state_->give_up(request);
-        state_->token.give();
         return;
     }
     const std::lock_guard lock(state_->deferred_mutex);

@@ -32,9 +32,9 @@ bool Context::turn_held(TimeNs budget_ns) {
 
 bool Context::turn(TimeNs budget_ns) {
     if (!state_->token.try_take()) return false;
+    const TokenReturn back(state_->token);
     const bool moved = state_->turn(budget_ns);
     state_->last_help_ns.store(now_ns(), std::memory_order_relaxed);
-    state_->token.give();
     return moved;
 }
 

@@ -103,8 +103,11 @@ void ProgressThread::work(ContextState& state) {
         parked_.store(false, std::memory_order_seq_cst);
         return;
     }
-    const bool moved = state.turn(turn_ns);
-    state.token.give();
+    bool moved = false;
+    {
+        const TokenReturn back(state.token);
+        moved = state.turn(turn_ns);
+    }
     polled_ = true;
     const TimeNs now = now_ns();
     if (moved) last_moved_ns_ = now;

@@ -24,4 +24,16 @@ class Token {
     std::atomic<std::uint32_t> word_{0};  // 0 free, 1 held, 2 held and somebody sleeps for it
 };
 
+// Gives back, at the end of the scope, a token that the caller has taken: nothing that throws may keep it.
+class TokenReturn {
+  public:
+    explicit TokenReturn(Token& token) : token_(token) {}
+    ~TokenReturn() { token_.give(); }
+    TokenReturn(const TokenReturn&) = delete;
+    TokenReturn& operator=(const TokenReturn&) = delete;
+
+  private:
+    Token& token_;
+};
+
 }  // namespace expertwire::runtime

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import numpy
+import pytest
 
 from expertwire.errors import DeadlineError, ExpertwireError, StateError
 from expertwire.fabric import Chunk, Endpoint, Region, Scope, Signal
@@ -336,3 +337,10 @@ def barrier_briefly(endpoint: Endpoint, timeout_ms: int) -> None:
 
 def publish_verdict(endpoint: Endpoint, rank: int) -> None:
     endpoint.native.publish_verdict(rank)
+
+
+def remove_and_add(endpoint: Endpoint, peer: int) -> None:
+    endpoint.remove_peer(peer)
+    with pytest.raises(StateError, match=f"rank {peer} is not a peer"):
+        endpoint.signal(peer, 1)
+    endpoint.add_peer(peer, endpoint.blobs[peer])  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ def serve(connection: Connection, rank: int, size: int, settings: Settings, argu
         connection.send((os.getpid(), {name: endpoint.native.region_fd(endpoint.native.region(name)) for name in ("runtime", "data")}))
         connection.send(endpoint.blob())
         peers = connection.recv()
+        endpoint.blobs = [blob for _, _, blob in peers]  # type: ignore[attr-defined]
         for peer, (pid, descriptors, blob) in enumerate(peers):
             if peer == rank:
                 continue

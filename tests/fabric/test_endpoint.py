@@ -169,6 +169,18 @@ def test_two_endpoints_in_one_process() -> None:
         assert isinstance(source, Region)
 
 
+@BOTH
+def test_a_removed_peer_may_be_added_again(settings: Settings) -> None:
+    with ranks(2, settings) as pair:
+        pair[0].call(bodies.write_signalled, 1, 4096, 3)
+        pair.all(bodies.barrier_in_order, 1)
+        pair[0].call(bodies.remove_and_add, 1)
+        pair[0].call(bodies.place, 41, 4096)
+        pair[0].call(bodies.write_signalled, 1, 4096, 1)
+        assert pair[1].call(bodies.holds, 41, 4096)
+        pair.all(bodies.barrier_in_order, 1)
+
+
 def test_no_room_is_an_error_with_both_numbers(lone: Endpoint) -> None:
     with pytest.raises(CapacityError, match=r"'vast' needs 140737488355328 bytes, and \d+ are available \("):
         lone.region("vast", 1 << 47)
