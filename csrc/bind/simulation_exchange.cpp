@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bind/simulation_bind.hpp"
 #include "bind/simulation_exchange_world.hpp"
 #include "exchange/layout.hpp"
 #include "rows/rows.hpp"

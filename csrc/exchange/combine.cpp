@@ -139,7 +139,8 @@ std::uint64_t Combine::move(std::uint64_t budget) {
     for (Incoming& in : incoming_) moved += in.ring.flush() ? 1 : 0;
     if (moved < budget) moved += reduce_home(budget - moved);
     finish_reading();
-    for (const Outgoing& out : outgoing_) {
+    for (Outgoing& out : outgoing_) {
+        out.ring.reap();
         if (out.ring.failure() == Status::ok) continue;
         fail(FailureReason::put, out.ring.peer(), "sums could not be delivered", out.ring.failure());
     }

@@ -140,7 +140,8 @@ std::uint64_t Dispatch::move(std::uint64_t budget) {
     }
     if (!incoming_.empty()) turn_ = (turn_ + 1) % incoming_.size();
     if (moved < budget) moved += send(budget - moved);
-    for (const Outgoing& out : outgoing_) {
+    for (Outgoing& out : outgoing_) {
+        out.ring.reap();
         if (out.ring.failure() == Status::ok) continue;
         fail(FailureReason::put, out.ring.peer(), "rows could not be delivered", out.ring.failure());
     }

@@ -199,21 +199,27 @@ bool Operation::check_capacity() {
     return true;
 }
 
+// Gives back what notifies hold as soon as they have ended: others may be waiting for room in the same table.
 bool Operation::notifies_ended() {
-    while (!tickets_.empty()) {
-        const Status status = exchange_.port().status(tickets_.back());
+    std::erase_if(tickets_, [&](Ticket ticket) {
+        const Status status = exchange_.port().status(ticket);
         if (status == Status::pending) return false;
-        tickets_.pop_back();
         if (status != Status::ok) {
             fail(FailureReason::put, exchange_.rank(), "a notify could not be delivered", status);
         }
-    }
-    return unsent_.empty();
+        return true;
+    });
+    return tickets_.empty() && unsent_.empty();
 }
 
 // ---- steps
 
 Step Operation::step_notify() {
+    notifies_ended();
+    if (failure_.reason != FailureReason::none) {
+        phase_ = Phase::failed;
+        return Step::failed;
+    }
     const bool moved = post_notifies();
     if (!unsent_.empty() || !notifies_here()) return moved ? Step::progressed : Step::waiting;
     if (agree() && check_capacity()) {
@@ -230,6 +236,7 @@ Step Operation::step(std::uint64_t budget) {
         case Phase::notify:
             return step_notify();
         case Phase::exchange: {
+            notifies_ended();
             const std::uint64_t moved = move(budget);
             if (failure_.reason != FailureReason::none) {
                 phase_ = Phase::failed;

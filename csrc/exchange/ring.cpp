@@ -1,5 +1,7 @@
 #include "exchange/ring.hpp"
 
+#include <algorithm>
+
 namespace expertwire::exchange {
 
 RingEnd outer_sender(const Exchange& exchange, std::uint32_t node) {
@@ -70,9 +72,8 @@ bool SendRing::reap(std::optional<Ticket>& ticket) {
     const Status status = exchange_.port().status(*ticket);
     if (status == Status::pending) return false;
     ticket.reset();
-    if (status == Status::ok) return true;
     if (failure_ == Status::ok) failure_ = status;
-    return false;
+    return true;
 }
 
 std::byte* SendRing::open() {
@@ -108,10 +109,14 @@ bool SendRing::flush() {
     return true;
 }
 
+void SendRing::reap() {
+    for (std::optional<Ticket>& ticket : tickets_) reap(ticket);
+}
+
 bool SendRing::ended() {
-    bool all = sent_ == chunks_ && closed_bytes_ == 0;
-    for (std::optional<Ticket>& ticket : tickets_) all = reap(ticket) && all;
-    return all;
+    reap();
+    return sent_ == chunks_ && failure_ == Status::ok &&
+           std::none_of(tickets_.begin(), tickets_.end(), [](const auto& ticket) { return ticket.has_value(); });
 }
 
 ReceiveRing::ReceiveRing(Exchange& exchange, const RingEnd& end, std::uint64_t epoch)

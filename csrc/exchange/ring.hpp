@@ -35,6 +35,7 @@ class SendRing {
     std::byte* open();
     void close(std::uint64_t bytes);             // the open chunk is complete: put it now or at a later flush()
     bool flush();                                // true if a waiting chunk was taken
+    void reap();                                 // gives back what ended puts hold
     bool ended();                                // every chunk was put and every put has ended well
     Status failure() const { return failure_; }  // of the first put that failed, else ok
 
@@ -44,7 +45,7 @@ class SendRing {
     std::uint64_t credited() const;
 
   private:
-    bool reap(std::optional<Ticket>& ticket);  // true if it is absent or has ended well
+    bool reap(std::optional<Ticket>& ticket);  // true if it is absent now
 
     Exchange& exchange_;
     const RingEnd end_;

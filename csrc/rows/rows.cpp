@@ -58,15 +58,6 @@ void fence() {
 #endif
 }
 
-void scatter(std::byte* const* to, std::size_t count, const std::byte* from, std::size_t bytes, Store store) {
-    for (std::size_t place = 0; place < count; ++place) copy(to[place], from, bytes, store);
-}
-
-void prefetch(const std::byte* row, std::size_t bytes) {
-    // The hardware follows a row by itself once it has seen its first lines.
-    for (std::size_t line = 0; line < bytes && line < 4 * kLine; line += kLine) __builtin_prefetch(row + line, 0, 3);
-}
-
 namespace {
 
 template <class Index>

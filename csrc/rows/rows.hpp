@@ -15,12 +15,6 @@ enum class Store : std::uint8_t { cached, streaming };
 void copy(std::byte* to, const std::byte* from, std::size_t bytes, Store store);
 void fence();
 
-// One row to several places: read once, stored while it is in the nearest cache.
-void scatter(std::byte* const* to, std::size_t count, const std::byte* from, std::size_t bytes, Store store);
-
-// Fetches the start of a row that will be read soon.
-void prefetch(const std::byte* row, std::size_t bytes);
-
 // Round to nearest even; every NaN becomes the one quiet NaN 0x7FC0, since which NaN survives a sum depends on how the
 // compiler orders operands.
 std::uint16_t round_bf16(float value);
