@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -90,9 +91,13 @@ class World:
         for rank, connection in enumerate(self._connections):
             connection.send((ranks, function if rank < ranks else None, arguments))
 
-    def finish(self, timeout_s: float = 60.0) -> dict[int, tuple[bool, Any]]:
-        """(whether it returned, result or traceback) of each rank. A rank that fails does not end the others' time."""
-        return self._collect(timeout_s, timeout_s)
+    def finish(self, timeout_s: float = 60.0, without: Sequence[int] = ()) -> dict[int, tuple[bool, Any]]:
+        """(whether it returned, result or traceback) of each rank but those. A rank that fails does not end the others' time."""
+        return self._collect(timeout_s, timeout_s, without)
+
+    def wake(self, rank: int) -> None:
+        """SIGCONT to a rank that has stopped."""
+        os.kill(self._processes[rank].pid, signal.SIGCONT)
 
     def exit_codes(self) -> list[int | None]:
         """Tell all ranks to leave, and how each did, by rank."""
@@ -118,9 +123,11 @@ class World:
             self._processes.append(process)
             self._connections.append(ours)
 
-    def _collect(self, timeout_s: float, after_failure_s: float = AFTER_FAILURE_S) -> dict[int, tuple[bool, Any]]:
+    def _collect(
+        self, timeout_s: float, after_failure_s: float = AFTER_FAILURE_S, without: Sequence[int] = ()
+    ) -> dict[int, tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
-        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        waiting = {connection: rank for rank, connection in enumerate(self._connections) if rank not in without}
         deadline = time.monotonic() + timeout_s
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))

@@ -53,6 +53,21 @@ def test_a_killed_rank_is_named_by_all_others(
     assert codes == [0, 0, 0]
 
 
+@pytest.mark.parametrize("node_of", [(0, 0, 1)], ids=str)
+def test_a_stopped_rank_is_missed_by_its_heartbeat(node_of: tuple[int, ...]) -> None:
+    own = World(3)
+    try:
+        own.start(3, work.stopped, node_of, 1)
+        answers = own.finish(30, without=[1])
+        for returned, what in answers.values():
+            assert returned, what
+            assert what["error"][:2] == ("PeerError", 1)
+            assert what["seen_s"] < SEEN_S
+    finally:
+        own.wake(1)
+        own.close()
+
+
 @pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 0, 1)], ids=str)
 def test_a_deadline_says_who_is_missing(world: World, node_of: tuple[int, ...]) -> None:
     results = world.run(3, work.deadline, node_of, 1)

@@ -224,6 +224,11 @@ def attributes(rank: Rank, node_of: Sequence[int]) -> dict[str, Any]:
     x, ids, weights = rows_of(rank.rank)
     _, _, _, _, handle, event = dispatch_rows(buffer, x, ids, weights)
     assert isinstance(event, EventOverlap)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    rows, no_ids, no_weights, counts, without, _ = buffer.dispatch(x, None, per_rank, per_node, in_rank, per_expert)
+    assert (no_ids, no_weights) == (None, None)
+    assert counts == list(handle.num_recv_tokens_per_expert), "counts do not need top-k"
+    assert torch.equal(buffer.combine(rows, without)[0], (x.float() * in_rank.sum(1, keepdim=True)).bfloat16())
     found["handle"] = [None if entry is None else tuple(entry.shape) for entry in handle]
     found["prefix"] = (handle[0] if len(handle) == 6 else handle[-4]).tolist()
     first, *_, last = handle
@@ -301,6 +306,21 @@ def deadline(rank: Rank, node_of: Sequence[int], absent: int) -> dict[str, Any]:
         out["later"] = caught(lambda: buffer.get_dispatch_layout(torch.zeros((1, 1), dtype=torch.int64), 4))
     rank.kept["deadline"] = buffer  # the absent rank lives on, it does not leave
     return out
+
+
+def stopped(rank: Rank, node_of: Sequence[int], asleep: int) -> dict[str, Any]:
+    """One rank is stopped by its own hand; the harness wakes it."""
+    os.environ.update({"EXPERTWIRE_LIVENESS": "heartbeat"})
+    buffer = Buffer(rank.group, 4 << 20, node_of=node_of)
+    round_trip(buffer, rank.rank)
+    if rank.rank == asleep:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+    begin = time.monotonic()
+    error = caught(lambda: dispatch(buffer, rank.rank))
+    seen_s = time.monotonic() - begin
+    buffer.destroy()
+    return {"error": error, "seen_s": seen_s}
 
 
 def end_of_deadline(rank: Rank) -> float:
