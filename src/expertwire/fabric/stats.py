@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,5 @@ class Statistics:
     @classmethod
     def from_native(cls, rows: Mapping[str, int]) -> Statistics:
         """From the core's `statistics()`."""
-        values = {item.name: rows[item.name] for item in fields(cls)}
-        values["slots_short"] = bool(values["slots_short"])
-        return cls(**values)
+        values: dict[str, Any] = {item.name: rows[item.name] for item in fields(cls)}
+        return cls(**{**values, "slots_short": bool(values["slots_short"])})
