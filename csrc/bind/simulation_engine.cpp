@@ -1,5 +1,6 @@
 // _simulation: the engine's runs by seed, the kept mutants, and the parts of the engine that unit tests take apart.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 

@@ -28,14 +28,17 @@ Status Engine::quiet(std::uint64_t mark) const {
     if (!reached(mark)) return Status::pending;
     const std::uint64_t kept = std::min<std::uint64_t>(failures_seen_, failures_kept);
     const std::uint64_t first = failures_seen_ - kept;
+    Status found = Status::ok;
     for (std::uint64_t i = first; i < failures_seen_; ++i) {
         const Failure& failure = failures_[i % failures_kept];
         if (failure.moment <= mark) continue;
-        if (failure.serial <= mark) return failure.status;
-        // Older failures were overwritten and might have been covered: never look like success.
-        if (i == first && first > 0) return failure.status;
+        // Older failures than the first kept were overwritten and might have been covered: never look like success.
+        const bool covered = failure.serial <= mark || (i == first && first > 0);
+        if (!covered) continue;
+        if (failure.status != Status::aborted) return failure.status;
+        found = failure.status;  // behind something: the cause is better news, if it is covered too
     }
-    return Status::ok;
+    return found;
 }
 
 bool Engine::idle() const {

@@ -198,11 +198,16 @@ void Engine::expire(std::uint32_t slot, Status status, std::int32_t code) {
 }
 
 void Engine::step(TimeNs now) {
+    bool any = false;
     while (timed_head_ != no_index && slot_info_[timed_head_].posted_at + limits_.hard_timeout_ns <= now) {
-        const std::uint32_t slot = timed_head_;
-        const std::uint32_t lane = operations_[slot_info_[slot].operation].queue_pair;
-        expire(slot, Status::timed_out, 0);
-        quarantine_lane(lane);
+        lanes_[operations_[slot_info_[timed_head_].operation].queue_pair].overdue = true;
+        expire(timed_head_, Status::timed_out, 0);
+        any = true;
+    }
+    // After all of them: what has timed out itself must not be called aborted behind another.
+    for (std::uint32_t i = 0; any && i < lanes_used_; ++i) {
+        if (lanes_[i].overdue) quarantine_lane(i);
+        lanes_[i].overdue = false;
     }
     if (lanes_pushed_back_ > 0) {
         for (std::uint32_t i = 0; i < lanes_used_; ++i) {

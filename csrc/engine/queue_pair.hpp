@@ -90,6 +90,7 @@ struct QueuePair {
     std::uint32_t entries = 0;    // operations accepted and not retired, both lines
     TimeNs again_since = 0;       // first AGAIN since the last accepted post
     std::uint32_t arriving = 0;   // scratch of submit(): operations that the request being checked brings
+    bool overdue = false;         // scratch of step(): something on it has just passed the hard deadline
     bool pushed_back = false;     // the provider said AGAIN and has accepted nothing since
     bool dirty = false;           // in the engine's list of lanes to look at
     std::uint32_t next_dirty = no_index;
