@@ -24,7 +24,8 @@ def node_tables(draw: st.DrawFn) -> tuple[int, ...]:
 def test_experts_are_dealt_out_in_order(num_experts: int, ranks: int) -> None:
     first = plan.expert_first(num_experts, ranks)
     owned = np.diff(first)
-    assert first[0] == 0 and first[-1] == num_experts
+    assert first[0] == 0
+    assert first[-1] == num_experts
     assert list(owned) == [num_experts // ranks + (rank < num_experts % ranks) for rank in range(ranks)]
     assert list(plan.owners(num_experts, ranks)) == [rank for rank in range(ranks) for _ in range(owned[rank])]
 
@@ -90,7 +91,8 @@ SHAPES = (st.integers(1, 20_000), st.integers(0, 3), st.integers(0, 22), st.samp
 @given(st.integers(1, 2_000).map(lambda lines: lines * 64), *SHAPES)
 def test_chunk_rows_equal_the_core(slot: int, row: int, words: int, topk: int, index: int, weights: bool) -> None:
     weights = weights and topk > 0
-    assert plan.chunk_rows(slot, row, words, topk, index, weights) == _simulation.exchange_chunk_rows(slot, row, words, topk, index, weights)
+    shape = (slot, row, words, topk, index, weights)
+    assert plan.chunk_rows(*shape) == _simulation.exchange_chunk_rows(*shape)
 
 
 @given(st.integers(0, 5_000), st.integers(1, 20_000), st.integers(0, 22), st.sampled_from([4, 8]), st.booleans())
@@ -107,7 +109,8 @@ def test_extents_equal_the_core_and_do_not_overlap(rows: int, row: int, topk: in
 @given(st.integers(0, 1_000), st.integers(1, 50))
 def test_chunks_hold_all_rows(rows: int, capacity: int) -> None:
     sizes = plan.chunk_sizes(rows, capacity)
-    assert sum(sizes) == rows and len(sizes) == plan.chunks_for(rows, capacity)
+    assert sum(sizes) == rows
+    assert len(sizes) == plan.chunks_for(rows, capacity)
     assert all(size == capacity for size in sizes[:-1])
 
 

@@ -43,7 +43,8 @@ def reduce(isa: str, rows: torch.Tensor, ends: list[int], biases: list[torch.Ten
     addresses = [row.data_ptr() for row in rows]
     bias = [b.data_ptr() for b in biases] + [0, 0]
     _simulation.rows_reduce(isa, out.data_ptr(), addresses, ends, bias[0], bias[1], columns)
-    assert (buffer[:begin] == -1).all() and (buffer[begin + columns :] == -1).all()
+    assert (buffer[:begin] == -1).all()
+    assert (buffer[begin + columns :] == -1).all()
     return out.clone()
 
 
@@ -77,4 +78,5 @@ def test_copy_writes_exactly_its_bytes(streaming: bool, count: int) -> None:
         target = torch.full((count + 256,), 255, dtype=torch.uint8)
         _simulation.rows_copy(target.data_ptr() + 64 + shift, source.data_ptr() + shift % 7, count, streaming)
         assert torch.equal(target[64 + shift : 64 + shift + count], source[shift % 7 : shift % 7 + count])
-        assert (target[: 64 + shift] == 255).all() and (target[64 + shift + count :] == 255).all()
+        assert (target[: 64 + shift] == 255).all()
+        assert (target[64 + shift + count :] == 255).all()

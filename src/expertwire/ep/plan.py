@@ -42,10 +42,12 @@ class Nodes:
 
     @property
     def ranks(self) -> int:
+        """R."""
         return len(self.node_of)
 
     @property
     def count(self) -> int:
+        """Nodes, RR."""
         return max(self.node_of) + 1
 
     def members(self, node: int) -> list[int]:
@@ -53,6 +55,7 @@ class Nodes:
         return [rank for rank, where in enumerate(self.node_of) if where == node]
 
     def local_index(self, rank: int) -> int:
+        """Place of the rank among the ranks of its node, ascending."""
         return self.members(self.node_of[rank]).index(rank)
 
     def entry(self, rank: int, node: int) -> int:
@@ -88,11 +91,11 @@ class Counts:
 
 def layout_counts(topk_idx: npt.NDArray[Any], num_experts: int, nodes: Nodes) -> Counts:
     """Who gets what. `topk_idx`: int [T, K], -1 is no expert. ValueError names token, slot and value of any other id outside [0, E)."""
-    ids = np.asarray(topk_idx).astype(np.int64).reshape(len(topk_idx), -1)
+    ids = np.asarray(topk_idx).astype(np.int64)
     wrong = np.argwhere((ids < -1) | (ids >= num_experts))
     if len(wrong):
-        token, slot = (int(at) for at in wrong[0])
-        raise ValueError(f"topk_idx[{token}, {slot}] is {int(ids[token, slot])}, must be -1 (no expert) or in [0, {num_experts})")
+        at = tuple(int(place) for place in wrong[0])
+        raise ValueError(f"topk_idx[{at[0]}, {at[1]}] is {int(ids[at])}, must be -1 (no expert) or in [0, {num_experts})")
     in_rank = np.zeros((len(ids), nodes.ranks), dtype=np.bool_)
     token, slot = np.nonzero(ids >= 0)
     in_rank[token, owners(num_experts, nodes.ranks)[ids[token, slot]]] = True
