@@ -117,7 +117,11 @@ Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec>
             const TokenGuard guard(*this, until_ns);
             if (guard) {
                 const Engine::Submitted submitted = state.submit_user(rank, chunks, controls, level, now_ns());
-                moved = state.turn(caller_turn_ns);
+                // One round posts it; whatever else is to do is for waits and the thread.
+                moved = state.turn(submitted.status == Status::would_block ? caller_turn_ns : 0);
+                // A caller's turn (SPEC T13): the thread stays away for a moment, so that a burst of posts has the
+                // token.
+                state.last_help_ns.store(now_ns(), std::memory_order_relaxed);
                 if (submitted.status != Status::would_block) {
                     // AGAIN need not end with an event: the thread has to look again by itself.
                     if (state.starved) state.thread.kick();

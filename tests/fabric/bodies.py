@@ -344,3 +344,8 @@ def remove_and_add(endpoint: Endpoint, peer: int) -> None:
     with pytest.raises(StateError, match=f"rank {peer} is not a peer"):
         endpoint.signal(peer, 1)
     endpoint.add_peer(peer, endpoint.blobs[peer])  # type: ignore[attr-defined]
+
+
+def zero_word(endpoint: Endpoint) -> None:
+    """Before the next ping_pong; nobody writes it then."""
+    ctypes.c_uint64.from_address(data(endpoint).address).value = 0
