@@ -15,6 +15,7 @@ import torch
 from expertwire.ep.bootstrap import Launch, Wiring, connect, settings_for
 from expertwire.ep.checks import UNSENT, Routing
 from expertwire.ep.config import align_up
+from expertwire.ep.cpu.outputs import Outputs
 from expertwire.ep.cpu.pool import EXTENT_ALIGNMENT, Extent, Pool
 from expertwire.ep.handle import Handle
 from expertwire.ep.layout import expert_bounds
@@ -141,6 +142,7 @@ class CpuBackend:
         region = context.region("data")
         self.data_bytes: int = context.region_bytes(region)
         self._pool = Pool(context.region_address(region), self.data_bytes, context)
+        self._outputs = Outputs()
         # Also at the interpreter's exit, while threads still run.
         self._finalizer = weakref.finalize(self, _release, context, os.getpid())
 
@@ -238,7 +240,7 @@ class CpuBackend:
         self, x: torch.Tensor, handle: Handle, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Bring rows back, summed."""
-        out = torch.empty((handle.num_tokens, x.shape[1]), dtype=x.dtype)
+        out = self._outputs.empty((handle.num_tokens, x.shape[1]), x.dtype)
         topk = 0 if weights is None else weights.shape[1]
         out_weights = None if weights is None else torch.empty((handle.num_tokens, topk), dtype=torch.float32)
         bias_addresses = [*(_address(bias) for bias in biases), 0, 0]
