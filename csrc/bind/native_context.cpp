@@ -35,6 +35,7 @@ void check_signals() {
 namespace {
 
 constexpr TimeNs slice_ns = 50'000'000;  // Ctrl-C is answered within 100 ms (SPEC T19)
+constexpr TimeNs tell_ns = 500'000'000;
 
 using ChunkTuple = std::tuple<std::uint32_t, std::uint64_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint32_t>;
 using SignalTuple = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, int, std::uint32_t>;
@@ -446,8 +447,10 @@ void bind_records(Class& cls) {
             [](Self self, std::uint64_t sequence, std::uint64_t phase) { self.context->publish_call(sequence, phase); },
             "sequence"_a, "phase"_a, Release(), "What my pulse tells the others about where I am.")
         .def(
-            "publish_verdict", [](Self self, std::uint32_t rank) { self.context->publish_verdict(rank); }, "rank"_a,
-            Release(), "Tell every live peer whom I hold dead, before raising PeerError.")
+            "publish_verdict",
+            [](Self self, std::uint32_t rank) { self.context->publish_verdict(rank, runtime::now_ns() + tell_ns); },
+            "rank"_a, Release(),
+            "Tell every live peer whom I hold dead, before raising PeerError; waits for that at most 500 ms.")
         .def(
             "take_notifications",
             [](Self self) {

@@ -7,4 +7,5 @@ NB_MODULE(_native, module) {
     expertwire::bind_context(module);
     expertwire::bind_provider(module);
     expertwire::bind_exchange(module);
+    expertwire::bind_liveness(module);
 }

@@ -17,7 +17,7 @@ namespace expertwire::runtime {
 namespace {
 
 constexpr std::uint32_t regions_max = 1024;
-constexpr TimeNs farewell_ns = 300'000'000;  // how long close() waits for `leaving` to go out over the fabric
+constexpr TimeNs farewell_ns = 1'000'000'000;  // how long close() waits for `leaving` to go out over the fabric
 constexpr TimeNs destructor_drain_ns = 100'000'000;
 
 std::uint32_t cores_allowed() {
@@ -208,9 +208,7 @@ void Context::close(TimeNs until_ns) {
     drain(idle, until_ns);
     // Tell the others: this is no death.
     state.liveness->publish_leaving();
-    state.broadcast_pulse.store(true, std::memory_order_release);
-    const auto told = [&] { return idle() && !state.broadcast_pulse.load(std::memory_order_acquire); };
-    drain(told, now_ns() + farewell_ns);
+    tell(now_ns() + farewell_ns);
     // Join, then close: from here nobody but this thread touches the provider.
     state.thread.stop();
     const TokenGuard guard(*this, now_ns() + state.options.timeout_ns);

@@ -175,9 +175,13 @@ class Context {
     bool has_fault() const;  // [any] one load: something is wrong, ask fault()
     [[noreturn]] void raise_fault(const Fault& fault, std::string_view doing) const;  // Failure(peer) in words
     void publish_call(std::uint64_t sequence,
-                      std::uint64_t phase);         // [any] goes out with my pulse: stores now, adds soon
-    void publish_verdict(std::uint32_t dead_rank);  // [any] before an operation raises PeerError
-    PeerPulse pulse(std::uint32_t rank) const;      // [any]
+                      std::uint64_t phase);  // [any] goes out with my pulse: stores now, adds soon
+    // [control] Before an operation raises PeerError. Helps until every peer that can be reached holds it, or
+    // `until_ns`.
+    bool publish_verdict(std::uint32_t dead_rank, TimeNs until_ns);
+    // [any] Trouble with `rank` seen at `since` may still turn out to be another rank's death. Ends within 7 s.
+    bool undecided(std::uint32_t rank, TimeNs since) const;
+    PeerPulse pulse(std::uint32_t rank) const;  // [any]
 
     // ---- what arrived, and records
     std::vector<Notification> take_notifications();  // [control]
@@ -187,6 +191,7 @@ class Context {
     template <class Here>
     bool wait_until(Here here, TimeNs until_ns, const char* doing);
     void raise_if_peer_died(Ticket request);
+    bool tell(TimeNs until_ns);
     void store_barrier(std::uint64_t epoch);
     std::vector<std::uint32_t> barrier_missing(std::uint64_t epoch) const;
 

@@ -43,6 +43,10 @@ class Observed {
     TimeNs now_;
 };
 
+bool holds_news(const PeerRecord& peer, const Liveness::Own& own) {
+    return peer.told.verdict == own.verdict && peer.told.leaving == own.leaving;
+}
+
 }  // namespace
 
 bool ContextState::turn(TimeNs budget_ns) {
@@ -176,6 +180,18 @@ void ContextState::note_peer_error(std::uint32_t rank, Status status, std::int32
                       now);
 }
 
+bool ContextState::news_told() const {
+    const Liveness::Own own = liveness->own();
+    for (std::uint32_t rank = 0; rank < options.size; ++rank) {
+        const PeerRecord& peer = peers[rank];
+        if (!peer.added.load(std::memory_order_acquire) || peer.shared.present()) continue;
+        if (liveness->state(rank) != PeerState::watched) continue;
+        if (!holds_news(peer, own)) return false;
+        if (peer.pulse_request.valid() && engine->status(peer.pulse_request) == Status::pending) return false;
+    }
+    return true;
+}
+
 // Words of my own pulse reach a peer that does not share memory with me as adds of the difference (SPEC T22: one
 // writer).
 void ContextState::send_pulses(TimeNs now) {
@@ -185,7 +201,11 @@ void ContextState::send_pulses(TimeNs now) {
         if (!peer.added.load(std::memory_order_acquire) || peer.shared.present() || liveness->unreachable(rank))
             continue;
         if (peer.pulse_request.valid()) {
-            if (engine->status(peer.pulse_request) == Status::pending) continue;
+            if (engine->status(peer.pulse_request) == Status::pending) {
+                // A beat may be left out, a verdict or a farewell not: behind them the connection may end.
+                if (!holds_news(peer, own)) broadcast_pulse.store(true, std::memory_order_release);
+                continue;
+            }
             give_up(peer.pulse_request);
             peer.pulse_request = {};
         }
@@ -206,6 +226,7 @@ void ContextState::send_pulses(TimeNs now) {
         add(offsetof(PulseBlock, phase), peer.told.phase, own.phase);
         add(offsetof(PulseBlock, verdict), peer.told.verdict, own.verdict);
         add(offsetof(PulseBlock, leaving), peer.told.leaving, own.leaving);
+        if (adds.empty()) continue;
         const Engine::Submitted submitted = submit(rank, {}, adds, Level::delivered, now);
         if (submitted.status == Status::would_block) broadcast_pulse.store(true, std::memory_order_release);
         if (submitted.status != Status::ok) continue;

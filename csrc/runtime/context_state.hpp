@@ -145,6 +145,7 @@ struct ContextState {
     void reap(TimeNs now);
     void collect_arrivals();
     void send_pulses(TimeNs now);
+    bool news_told() const;  // verdict and farewell are with every peer that can be reached
 
     // ---- any thread
     void note_peer_error(std::uint32_t rank, Status status, std::int32_t code, const char* doing, TimeNs now);

@@ -14,6 +14,7 @@ namespace {
 constexpr TimeNs caller_turn_ns = 20'000;
 constexpr TimeNs slice_ns = 50'000'000;
 constexpr TimeNs no_thread_sleep_ns = 200'000;
+constexpr TimeNs tell_slice_ns = 1'000'000;
 constexpr TimeNs shared_bell_sleep_ns = 5'000'000;  // several threads sleep on one bell: each may take the other's ring
 
 std::string rank_text(std::uint32_t rank) {
@@ -285,10 +286,32 @@ void Context::publish_call(std::uint64_t sequence, std::uint64_t phase) {
     state_->liveness->publish_call(sequence, phase);
 }
 
-void Context::publish_verdict(std::uint32_t dead_rank) {
+bool Context::publish_verdict(std::uint32_t dead_rank, TimeNs until_ns) {
     state_->liveness->publish_verdict(dead_rank);
-    state_->pulse_due.store(true, std::memory_order_release);
-    state_->thread.kick();
+    return tell(until_ns);
+}
+
+// Our verdict and our farewell, to all who can be reached; true: they hold them.
+bool Context::tell(TimeNs until_ns) {
+    ContextState& state = *state_;
+    state.broadcast_pulse.store(true, std::memory_order_release);
+    if (!state.thread.running()) return false;  // not started: nobody listens yet
+    const Doorbell bell(state.shared.doorbell());
+    while (true) {
+        const std::uint32_t seen = bell.seen();
+        {
+            const TokenGuard guard(*this, until_ns);
+            if (guard) state.turn(caller_turn_ns);
+            if (guard && state.news_told()) return true;
+        }
+        if (now_ns() >= until_ns) return false;
+        state.thread.unpark();
+        bell.wait(seen, tell_slice_ns);
+    }
+}
+
+bool Context::undecided(std::uint32_t rank, TimeNs since) const {
+    return state_->liveness->undecided(rank, since);
 }
 
 PeerPulse Context::pulse(std::uint32_t rank) const {

@@ -14,7 +14,9 @@ constexpr std::uint64_t kStepBytes = 256 << 10;  // of copying under the token: 
 constexpr TimeNs kTurnNs = 20'000;               // SPEC T13
 constexpr TimeNs kSpinNs = 20'000;               // DESIGN "Waits and cores"
 constexpr TimeNs kSliceNs = 50'000'000;          // Ctrl-C is answered within 100 ms
-constexpr TimeNs kBlameNs = 500'000'000;         // from a failed put to knowing who died
+constexpr TimeNs kGraceNs = 500'000'000;         // from a failed put to the first word of who died …
+constexpr TimeNs kBlameNs = 8'000'000'000;       // … and until somebody is named without one (SPEC T19)
+constexpr TimeNs kTellNs = 500'000'000;          // for the verdict to reach the others before this rank may be gone
 constexpr TimeNs kSilentNs = 2'000'000'000;      // a heartbeat older than this is called silence
 
 const char* kind_name(const exchange::Operation& operation) {
@@ -202,7 +204,7 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
             if (now >= deadline) fail_deadline(operation, timeout_ns);
             continue;
         }
-        look_around(operation, deadline, timeout_ns);
+        look_around(operation, deadline, timeout_ns, interrupted);
         if (idle_since == 0) idle_since = now;
         if (context_.may_spin() && now - idle_since < kSpinNs) {
             pause_cpu();
@@ -212,18 +214,19 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
         helping.sleep(seen, std::min(kSliceNs, deadline > now ? deadline - now : 0));
     }
     publish(operation);
-    conclude(operation, operation.failure());
+    conclude(operation, operation.failure(), interrupted);
     broken_.clear();
 }
 
 // Nothing moved: is there a reason why nothing ever will?
-void ExchangeDriver::look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns) {
+void ExchangeDriver::look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns,
+                                 const std::function<void()>& interrupted) {
     if (context_.has_fault()) {
         const std::optional<Fault> fault = context_.fault();
         if (fault) fail_peer(operation, *fault);
     }
     if (refusal_.status != Status::ok) {
-        fail_put(operation, refusal_.rank, refusal_.status, "nothing can be sent to it");
+        fail_put(operation, refusal_.rank, refusal_.status, "nothing can be sent to it", interrupted);
     }
     if (now_ns() >= deadline_ns) fail_deadline(operation, timeout_ns);
 }
@@ -236,7 +239,8 @@ void ExchangeDriver::publish(const exchange::Operation& operation) {
     context_.publish_call(operation.epoch(), phase);
 }
 
-void ExchangeDriver::conclude(const exchange::Operation& operation, const exchange::Failure& failure) {
+void ExchangeDriver::conclude(const exchange::Operation& operation, const exchange::Failure& failure,
+                              const std::function<void()>& interrupted) {
     switch (failure.reason) {
         case exchange::FailureReason::none:
             return;
@@ -247,7 +251,7 @@ void ExchangeDriver::conclude(const exchange::Operation& operation, const exchan
             broken_.clear();
             throw Failure(FailureKind::capacity, failure.text);
         case exchange::FailureReason::put:
-            fail_put(operation, failure.rank, failure.status, failure.text);
+            fail_put(operation, failure.rank, failure.status, failure.text, interrupted);
         case exchange::FailureReason::protocol:
             throw Failure(FailureKind::transfer, where(operation) + failure.text);
     }
@@ -261,28 +265,37 @@ std::string ExchangeDriver::where(const exchange::Operation& operation) const {
 }
 
 void ExchangeDriver::fail_peer(const exchange::Operation& operation, const Fault& fault) {
-    context_.publish_verdict(fault.rank);
+    // Whoever raises may be gone the next moment, and its broken connections must not be taken for the cause.
+    context_.publish_verdict(fault.rank, now_ns() + kTellNs);
     std::string text = where(operation) + "rank " + std::to_string(fault.rank) + " is gone: " + fault.why;
     if (fault.told_by >= 0) text += " (told by rank " + std::to_string(fault.told_by) + ")";
     throw Failure(FailureKind::peer, text + table(operation), static_cast<std::int32_t>(fault.rank));
 }
 
-// A put that failed is often the first sign of a death that the context is about to name.
+// A put that failed is often the first sign of a death, and often of another rank's than its target: that one may have
+// seen somebody die and left. It is named only when everybody else has been heard since, or for want of time.
 void ExchangeDriver::fail_put(const exchange::Operation& operation, std::uint32_t rank, Status status,
-                              const std::string& text) {
-    const TimeNs until = now_ns() + kBlameNs;
-    while (now_ns() < until) {
+                              const std::string& text, const std::function<void()>& interrupted) {
+    const TimeNs since = now_ns();
+    while (true) {
         if (const std::optional<Fault> fault = context_.has_fault() ? context_.fault() : std::nullopt) {
             fail_peer(operation, *fault);
         }
+        const TimeNs waited = now_ns() - since;
+        if (waited >= kBlameNs || (waited >= kGraceNs && !context_.undecided(rank, since))) break;
+        interrupted();
         const std::uint32_t seen = context_.doorbell().seen();
         context_.turn(kTurnNs);
-        context_.doorbell().wait(seen, kTurnNs * 50);
+        context_.leave_help();
+        context_.doorbell().wait(seen, kSliceNs / 10);
+        context_.enter_help();
     }
-    const std::string message = where(operation) + text + " (rank " + std::to_string(rank) + ", status " +
-                                std::to_string(static_cast<int>(status)) + ")" + table(operation);
+    std::string message = where(operation) + text + " (rank " + std::to_string(rank) + ", status " +
+                          std::to_string(static_cast<int>(status)) + ")";
+    if (context_.pulse(rank).leaving) message += "; it has closed its Buffer and named no dead rank";
+    message += table(operation);
     if (status == Status::peer_dead) {
-        context_.publish_verdict(rank);
+        context_.publish_verdict(rank, now_ns() + kTellNs);
         throw Failure(FailureKind::peer, message, static_cast<std::int32_t>(rank));
     }
     throw Failure(FailureKind::transfer, message, static_cast<std::int32_t>(rank));

@@ -49,14 +49,16 @@ class ExchangeDriver final : public exchange::Port {
 
     void open_memory(std::uint32_t rank, const exchange::Layout& layout);
     bool turn(exchange::Operation& operation, exchange::Step& step);
-    void look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns);
+    void look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns,
+                     const std::function<void()>& interrupted);
     void publish(const exchange::Operation& operation);
     Ticket submitted(std::uint32_t rank, const Engine::Submitted& result);
-    void conclude(const exchange::Operation& operation, const exchange::Failure& failure);
+    void conclude(const exchange::Operation& operation, const exchange::Failure& failure,
+                  const std::function<void()>& interrupted);
     [[noreturn]] void fail_peer(const exchange::Operation& operation, const Fault& fault);
     [[noreturn]] void fail_deadline(const exchange::Operation& operation, TimeNs timeout_ns);
     [[noreturn]] void fail_put(const exchange::Operation& operation, std::uint32_t rank, Status status,
-                               const std::string& text);
+                               const std::string& text, const std::function<void()>& interrupted);
     std::string where(const exchange::Operation& operation) const;
     std::string table(const exchange::Operation& operation) const;
     std::string peer_state(const exchange::Operation& operation, std::uint32_t rank) const;

@@ -49,10 +49,10 @@ void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, TimeNs no
     move(peer.state, PeerState::watched);
     peer.pidfd = Descriptor(fd);
     peer.last_heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
-    peer.changed_ns = now;
+    peer.changed_ns = peer.heard_ns = now;
     if (gone) {
         peer.final_word = true;
-        suspect_locked(peer, "its process (pid " + std::to_string(process.pid) + ") has exited", now);
+        suspect_locked(peer, "its process (pid " + std::to_string(process.pid) + ") has exited", now, now);
         decide(rank, peer, now);
     }
 }
@@ -80,43 +80,65 @@ void Liveness::tick(TimeNs now) {
     const TimeNs gap = last_tick_ns_ == 0 ? 0 : now - last_tick_ns_;
     const TimeNs excused = gap > options_.heartbeat_ns ? gap - options_.heartbeat_ns : 0;
     last_tick_ns_ = now;
+    const auto open = [](const Peer& peer) {
+        return peer.state == PeerState::watched || peer.state == PeerState::suspected;
+    };
     for (std::uint32_t rank = 0; rank < peers_.size(); ++rank) {
         Peer& peer = peers_[rank];
-        if (peer.state != PeerState::watched && peer.state != PeerState::suspected) continue;
+        if (!open(peer)) continue;
         peer.changed_ns = std::min(now, peer.changed_ns + excused);
-        heed_verdict_of(rank, now);
+        if (peer.state == PeerState::suspected) peer.suspected_ns = std::min(now, peer.suspected_ns + excused);
         look_at(rank, peer, now);
-        decide(rank, peer, now);
     }
+    // Everybody's words before anybody's sentence; one that has left may have said why before.
+    for (std::uint32_t rank = 0; rank < peers_.size(); ++rank)
+        if (peers_[rank].state != PeerState::absent) heed_verdict_of(rank);
+    for (std::uint32_t rank = 0; rank < peers_.size(); ++rank)
+        if (open(peers_[rank])) decide(rank, peers_[rank], now);
+}
+
+void Liveness::hear(std::uint32_t rank, Peer& peer, TimeNs now) {
+    const std::uint64_t heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
+    if (heartbeat == peer.last_heartbeat) return;
+    peer.last_heartbeat = heartbeat;
+    peer.changed_ns = peer.heard_ns = now;
 }
 
 void Liveness::look_at(std::uint32_t rank, Peer& peer, TimeNs now) {
+    hear(rank, peer, now);
     if (peer.state != PeerState::watched) return;
-    const std::uint64_t heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
-    if (heartbeat != peer.last_heartbeat) {
-        peer.last_heartbeat = heartbeat;
-        peer.changed_ns = now;
-    }
     if (peer.pidfd.get() >= 0) {
         if (!exited(peer.pidfd.get())) return;
         peer.pidfd.reset();
         peer.final_word = peer.theirs.present();
-        suspect_locked(peer, "its process has exited", now);
+        suspect_locked(peer, "its process has exited", now, now);
         return;
     }
-    const TimeNs limit = heartbeat == 0 ? first_heartbeat_factor * options_.silence_ns : options_.silence_ns;
+    const TimeNs limit = peer.last_heartbeat == 0 ? first_heartbeat_factor * options_.silence_ns : options_.silence_ns;
     const TimeNs silent = now - std::min(now, peer.changed_ns);
     if (silent >= limit)
         suspect_locked(peer,
                        "no heartbeat for " + std::to_string(silent / 1'000'000) + " ms (limit " +
                            std::to_string(limit / 1'000'000) + " ms)",
-                       now);
+                       now, peer.heard_ns);
 }
 
-void Liveness::heed_verdict_of(std::uint32_t messenger, TimeNs) {
+// Whom the accused itself holds dead, and so on: who accuses another one is a messenger, however the word came here.
+std::uint32_t Liveness::root_of(std::uint32_t accused) const {
+    std::uint32_t root = accused;
+    for (std::size_t step = 0; step < peers_.size(); ++step) {
+        if (root == options_.rank) return root;
+        const std::uint64_t verdict = mine_.pulse(root).verdict.load(std::memory_order_acquire);
+        if (verdict == 0 || verdict > peers_.size() || verdict - 1 == root) return root;
+        root = static_cast<std::uint32_t>(verdict - 1);
+    }
+    return accused;  // they accuse each other
+}
+
+void Liveness::heed_verdict_of(std::uint32_t messenger) {
     const std::uint64_t verdict = mine_.pulse(messenger).verdict.load(std::memory_order_acquire);
-    if (verdict == 0 || verdict > peers_.size()) return;
-    const auto accused = static_cast<std::uint32_t>(verdict - 1);
+    if (verdict == 0 || verdict > peers_.size() || verdict - 1 == messenger) return;
+    const std::uint32_t accused = root_of(static_cast<std::uint32_t>(verdict - 1));
     if (accused == messenger) return;
     const PeerState state = peers_[accused].state;
     if (accused != options_.rank && (state == PeerState::dead || state == PeerState::left)) return;
@@ -125,37 +147,63 @@ void Liveness::heed_verdict_of(std::uint32_t messenger, TimeNs) {
                  "rank " + std::to_string(messenger) + " declared it dead");
 }
 
-void Liveness::decide(std::uint32_t rank, Peer& peer, TimeNs now) {
-    if (peer.state != PeerState::suspected) {
-        const bool farewell = mine_.pulse(rank).leaving.load(std::memory_order_acquire) != 0;
-        if (peer.state == PeerState::watched && farewell) move(peer.state, PeerState::left);
-        return;
+// Could the trouble with `rank` that began at `since` be the consequence of what happened to `other`?
+bool Liveness::may_be_earlier(std::uint32_t other, std::uint32_t rank, TimeNs since) const {
+    const Peer& peer = peers_[other];
+    if (peer.state == PeerState::suspected) {
+        if (peers_[rank].state != PeerState::suspected) return true;
+        // The messenger lived on after the dead one's last beat. Both fell silent: who did so first.
+        const TimeNs heard = peers_[rank].heard_ns;
+        return peer.heard_ns < heard || (peer.heard_ns == heard && other < rank);
     }
-    if (mine_.pulse(rank).leaving.load(std::memory_order_acquire) != 0) {
-        move(peer.state, PeerState::left);
-        will_not_answer(rank);
+    if (peer.state != PeerState::watched) return false;
+    if (peer.pidfd.get() >= 0) return exited(peer.pidfd.get());
+    return peer.heard_ns <= since;
+}
+
+bool Liveness::others_decided(std::uint32_t rank, TimeNs since) const {
+    for (std::uint32_t other = 0; other < peers_.size(); ++other)
+        if (other != rank && other != options_.rank && may_be_earlier(other, rank, since)) return false;
+    return true;
+}
+
+bool Liveness::undecided(std::uint32_t rank, TimeNs since) const {
+    const std::lock_guard lock(mutex_);
+    return peers_[rank].state == PeerState::suspected || !others_decided(rank, since);
+}
+
+void Liveness::decide(std::uint32_t rank, Peer& peer, TimeNs now) {
+    const bool farewell = mine_.pulse(rank).leaving.load(std::memory_order_acquire) != 0;
+    if (peer.state != PeerState::suspected) {
+        if (farewell) move(peer.state, PeerState::left);
         return;
     }
     // It ended because it had seen another one die, and has said so: the other is at fault, and is already declared.
     const std::uint64_t verdict = mine_.pulse(rank).verdict.load(std::memory_order_acquire);
-    if (verdict != 0 && verdict <= peers_.size() && verdict - 1 != rank) {
-        heed_verdict_of(rank, now);
+    const bool messenger = verdict != 0 && verdict <= peers_.size() && verdict - 1 != rank;
+    if (farewell || messenger) {
         move(peer.state, PeerState::left);
         will_not_answer(rank);
         return;
     }
-    if (peer.final_word || now - peer.suspected_ns >= options_.grace_ns) declare_dead(rank, -1, peer.why);
+    const TimeNs waited = now - std::min(now, peer.suspected_ns);
+    if (!peer.final_word && waited < options_.grace_ns) return;
+    // A rank that fell silent before this one's trouble is found out by then, and told.
+    const TimeNs limit = options_.silence_ns + 3 * options_.grace_ns;
+    if (!peer.final_word && !first_ && waited < limit && !others_decided(rank, peer.trouble_ns)) return;
+    declare_dead(rank, -1, peer.why);
 }
 
 void Liveness::suspect(std::uint32_t rank, const std::string& why, TimeNs now) {
     const std::lock_guard lock(mutex_);
     if (rank >= peers_.size() || peers_[rank].state != PeerState::watched) return;
-    suspect_locked(peers_[rank], why, now);
+    suspect_locked(peers_[rank], why, now, now);
 }
 
-void Liveness::suspect_locked(Peer& peer, const std::string& why, TimeNs now) {
+void Liveness::suspect_locked(Peer& peer, const std::string& why, TimeNs now, TimeNs trouble_ns) {
     if (!move(peer.state, PeerState::suspected)) return;
     peer.suspected_ns = now;
+    peer.trouble_ns = trouble_ns;
     peer.why = why;
 }
 

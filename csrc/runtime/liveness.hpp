@@ -1,6 +1,8 @@
 // Who is alive, and who is at fault (SPEC T19, E8). Signs of trouble with a peer: its pidfd, silence, a provider's
 // error, the verdict of another rank. A sign is not yet a death: the peer may have told that it leaves, or whom *it*
-// holds dead; then that one is named and not the messenger.
+// holds dead; then that one is named and not the messenger. Its last words may also have been lost: whoever saw a rank
+// die leaves, and its connections break at once, while the dead one itself is missed only by its silence. So a broken
+// connection is held against a peer only after every other one has been heard since.
 #pragma once
 
 #include <atomic>
@@ -65,6 +67,9 @@ class Liveness {
     std::optional<Fault> fault() const;  // the first decided
     PeerState state(std::uint32_t rank) const;
     bool unreachable(std::uint32_t rank) const;  // dead or left
+    // Somebody else may yet turn out to be the reason for trouble with `rank` seen at `since`: a peer is suspected, or
+    // has not been heard since. Ends by itself, in silence_ns + grace_ns and a few ticks.
+    bool undecided(std::uint32_t rank, TimeNs since) const;
     PeerPulse pulse(std::uint32_t rank, TimeNs now) const;
     std::vector<std::uint32_t> take_deaths();  // ranks that will not answer any more, since the last call
     bool has_deaths() const { return deaths_pending_.load(std::memory_order_acquire); }
@@ -87,15 +92,21 @@ class Liveness {
         SharedBlock theirs;
         std::uint64_t last_heartbeat = 0;
         TimeNs changed_ns = 0;  // when the heartbeat last changed, or the watch began
+        TimeNs heard_ns = 0;    // when its last beat was seen; our own absence changes nothing about it
         TimeNs suspected_ns = 0;
+        TimeNs trouble_ns = 0;  // the others must have been heard after this; the last beat where silence was the sign
         bool final_word = false;  // the process is gone and its stores were visible at once: nothing more can arrive
         std::string why;
     };
 
     void look_at(std::uint32_t rank, Peer& peer, TimeNs now);
+    void hear(std::uint32_t rank, Peer& peer, TimeNs now);
+    bool may_be_earlier(std::uint32_t other, std::uint32_t rank, TimeNs since) const;
+    bool others_decided(std::uint32_t rank, TimeNs since) const;
     void decide(std::uint32_t rank, Peer& peer, TimeNs now);
-    void heed_verdict_of(std::uint32_t messenger, TimeNs now);
-    void suspect_locked(Peer& peer, const std::string& why, TimeNs now);
+    void heed_verdict_of(std::uint32_t messenger);
+    std::uint32_t root_of(std::uint32_t accused) const;
+    void suspect_locked(Peer& peer, const std::string& why, TimeNs now, TimeNs trouble_ns);
     void declare_dead(std::uint32_t rank, std::int32_t told_by, const std::string& why);
     void will_not_answer(std::uint32_t rank);
     void store_to_mapped();

@@ -200,7 +200,9 @@ class Context:
         """What my pulse tells the others about where I am."""
 
     def publish_verdict(self, rank: int) -> None:
-        """Tell every live peer whom I hold dead, before raising PeerError."""
+        """
+        Tell every live peer whom I hold dead, before raising PeerError; waits for that at most 500 ms.
+        """
 
     def take_notifications(self) -> list:
         """list[(rank, bytes)] in order of arrival; each is given once."""
@@ -416,3 +418,29 @@ class Exchange:
         Bytes of the extent that a 'dispatch' receiving `rows` rows needs (topk 0: without ids), or that a 'combine' of `rows`
         rows needs where x and the weights are not in the data region.
         """
+
+class LivenessProbe:
+    """
+    What a rank concludes from others' words at given times, by the heartbeat rules (no pidfd); for tests.
+    """
+
+    def __init__(self, rank: int, size: int) -> None: ...
+
+    def beat(self, rank: int) -> None:
+        """A heartbeat of that rank arrives."""
+
+    def say(self, rank: int, verdict: int | None = None, leaving: bool = False) -> None:
+        """Words of that rank arrive."""
+
+    def lose_connection(self, rank: int, now_ms: int) -> None:
+        """The provider reports that rank unreachable."""
+
+    def tick(self, now_ms: int) -> None:
+        """Look around."""
+
+    def fault(self) -> tuple[int, int, str] | None:
+        """None, or (rank at fault, rank that told or -1, why)."""
+
+    def state(self, rank: int) -> str: ...
+
+    def undecided(self, rank: int, since_ms: int) -> bool: ...

@@ -1,0 +1,100 @@
+// LivenessProbe: what one rank concludes from given words at given times, without threads, fabric or clock.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "bind/native_bind.hpp"
+#include "runtime/liveness.hpp"
+
+namespace nb = nanobind;
+
+namespace expertwire {
+namespace {
+
+using namespace nb::literals;
+using runtime::Liveness;
+using runtime::LivenessOptions;
+using runtime::PeerState;
+
+constexpr TimeNs ms = 1'000'000;
+constexpr std::uint32_t ranks_max = 64;
+
+class LivenessProbe {
+  public:
+    LivenessProbe(std::uint32_t rank, std::uint32_t size) {
+        if (size > ranks_max || rank >= size)
+            throw nb::value_error("LivenessProbe: size must be at most 64 and rank below size");
+        memory_ = std::make_unique<Memory>();
+        words_ = {memory_->bytes, {size}};
+        LivenessOptions options;
+        options.rank = rank;
+        options.size = size;
+        options.use_pidfd = false;
+        liveness_ = std::make_unique<Liveness>(options, words_);
+        for (std::uint32_t other = 0; other < size; ++other) liveness_->add(other, {}, 0);
+    }
+
+    void beat(std::uint32_t rank) { words_.pulse(checked(rank)).heartbeat.fetch_add(1); }
+    void say(std::uint32_t rank, std::optional<std::uint32_t> verdict, bool leaving) {
+        runtime::PulseBlock& pulse = words_.pulse(checked(rank));
+        if (verdict) pulse.verdict.store(*verdict + 1);
+        if (leaving) pulse.leaving.store(1);
+    }
+    void lose_connection(std::uint32_t rank, std::int64_t now_ms) {
+        liveness_->suspect(checked(rank), "its connection broke", now_ms * ms);
+    }
+    void tick(std::int64_t now_ms) { liveness_->tick(now_ms * ms); }
+    std::optional<std::tuple<std::uint32_t, std::int32_t, std::string>> fault() const {
+        const auto fault = liveness_->fault();
+        if (!fault) return std::nullopt;
+        return std::make_tuple(fault->rank, fault->told_by, fault->why);
+    }
+    const char* state(std::uint32_t rank) const {
+        static constexpr std::array<const char*, 5> names{"absent", "watched", "suspected", "dead", "left"};
+        return names[static_cast<std::size_t>(liveness_->state(checked(rank)))];
+    }
+    bool undecided(std::uint32_t rank, std::int64_t since_ms) const {
+        return liveness_->undecided(checked(rank), since_ms * ms);
+    }
+
+  private:
+    struct alignas(64) Memory {
+        std::byte bytes[64 + ranks_max * (sizeof(runtime::PulseBlock) + sizeof(runtime::BarrierWord))]{};
+    };
+
+    std::uint32_t checked(std::uint32_t rank) const {
+        if (rank >= words_.layout.ranks) throw nb::index_error("LivenessProbe: rank is not below size");
+        return rank;
+    }
+
+    std::unique_ptr<Memory> memory_;
+    runtime::SharedBlock words_;
+    std::unique_ptr<Liveness> liveness_;
+};
+
+}  // namespace
+
+void bind_liveness(nb::module_& module) {
+    nb::class_<LivenessProbe>(
+        module, "LivenessProbe",
+        "What a rank concludes from others' words at given times, by the heartbeat rules (no pidfd); for tests.")
+        .def(nb::init<std::uint32_t, std::uint32_t>(), "rank"_a, "size"_a)
+        .def("beat", &LivenessProbe::beat, "rank"_a, "A heartbeat of that rank arrives.")
+        .def("say", &LivenessProbe::say, "rank"_a, "verdict"_a = nb::none(), "leaving"_a = false,
+             "Words of that rank arrive.")
+        .def("lose_connection", &LivenessProbe::lose_connection, "rank"_a, "now_ms"_a,
+             "The provider reports that rank unreachable.")
+        .def("tick", &LivenessProbe::tick, "now_ms"_a, "Look around.")
+        .def("fault", &LivenessProbe::fault, "None, or (rank at fault, rank that told or -1, why).")
+        .def("state", &LivenessProbe::state, "rank"_a)
+        .def("undecided", &LivenessProbe::undecided, "rank"_a, "since_ms"_a);
+}
+
+}  // namespace expertwire
