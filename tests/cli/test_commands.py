@@ -102,6 +102,8 @@ def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     assert all(0 < row["value"] <= 5e-6 for row in values(out, "layer_calc_diff") if row["part"] == "whole")
     for name in ("over_gloo", "over_gloo_exchange"):
         assert {row["phase"] for row in values(out, name)} == {"dispatch", "combine", "total"}
+    assert 0.1 < values(out, "memory_peak_GiB")[0]["value"] < 12
+    assert values(out, "demo_s")[0]["value"] > 0
     assert "every payload verified" in done.stdout
 
 
@@ -115,8 +117,9 @@ def test_the_demo_takes_a_recorded_routing(tmp_path: Path) -> None:
     assert [row["value"] for row in values(out, "verified")] == [1, 1]
 
 
-def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
-    """Sent to the whole foreground group, as a terminal does, once the ranks are at work."""
+@pytest.mark.parametrize("stage", ["text to rows", "ready", "layer"], ids=["before the ranks", "measuring", "one process"])
+def test_ctrl_c_ends_the_demo_cleanly(stage: str, tmp_path: Path) -> None:
+    """Sent to the whole foreground group, as a terminal does, while the server loads torch, the ranks are at work, or they have ended."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     demo = subprocess.Popen(
@@ -130,7 +133,7 @@ def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
     try:
         assert demo.stderr is not None
         seen = ""
-        while "ready" not in seen:
+        while stage not in seen:
             line = demo.stderr.readline()
             assert line, seen
             seen += line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -27,7 +28,8 @@ class Watch:
         self.descriptors: list[int] = []
 
     def __call__(self, rank: int, what: str, done: int, total: int) -> None:
-        self.descriptors.append(os.pidfd_open(int(what)))
+        with contextlib.suppress(ProcessLookupError):  # it has died since
+            self.descriptors.append(os.pidfd_open(int(what)))
 
     def assert_gone(self) -> None:
         deadline = time.monotonic() + GONE_S

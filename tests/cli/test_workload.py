@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from expertwire.cli.workload import Shape, embed, expert_weights, read_routing, read_text, route, run_experts, words
+from expertwire.cli import workload
+from expertwire.cli.workload import Shape, embed, expert_weights, read_routing, read_text, route, run_experts, run_layer, words
 from expertwire.errors import InvalidArgumentError
 
 SHAPE = Shape(hidden=64, experts=10, width=4, topk=3)
@@ -56,6 +57,27 @@ def test_experts_over_parts_add_up_to_the_whole() -> None:
     gate, up = (rows[0].float() @ gate_up.t()).chunk(2)
     one = weights[0, 0] * ((torch.nn.functional.silu(gate) * up) @ down.t())
     assert torch.allclose(run_experts(rows[:1], ids[:1, :1], weights[:1, :1], range(10), 0, SHAPE)[0], one, atol=1e-5)
+
+
+def test_the_layer_is_the_same_however_many_threads_share_its_experts() -> None:
+    rows = embed(words("some text of a few words", 20), 64)
+    ids, weights = route(rows, SHAPE)
+    ids[3] = -1
+    before = torch.get_num_threads()
+    whole = run_experts(rows, ids, weights, range(10), 0, SHAPE)
+    assert torch.equal(run_layer(rows, ids, weights, SHAPE, 1), whole)
+    for threads in (2, 3, 16):
+        assert torch.allclose(run_layer(rows, ids, weights, SHAPE, threads), whole, atol=1e-5)
+    assert not whole[3].any()
+    assert torch.get_num_threads() == before
+
+
+def test_an_experts_rows_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = embed(words("some text of a few words", 20), 64)
+    ids, weights = route(rows, SHAPE)
+    whole = run_experts(rows, ids, weights, range(10), 0, SHAPE)
+    monkeypatch.setattr(workload, "BLOCK_ROWS", 3)
+    assert torch.allclose(run_experts(rows, ids, weights, range(10), 0, SHAPE), whole, atol=1e-6)
 
 
 def test_a_recorded_routing_is_read_and_repeated(tmp_path: Path) -> None:

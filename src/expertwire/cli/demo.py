@@ -14,6 +14,7 @@ it with gloo today, in the same run, turn about, one thread a rank for both.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from expertwire.cli.workload import Shape
 
 ITERATIONS, WARMUP = 5, 1
+PRELOAD = ("expertwire.cli.demo", "expertwire.cli.workload", "expertwire.cli.bench.paired", "expertwire.ep.cpu.backend")  # what ranks use
+REFERENCE_THREADS_MAX = 4  # each adds up a whole output of its own
 WORST_TOKEN_MAX = 1e-5  # one token's share of calc_diff scatters around the whole's; a lost or misplaced row gives far more
 
 
@@ -61,6 +64,20 @@ class Outcome:
     measured: Measured
     layer_faults: list[str]
     layer_seconds: float
+    memory_peak: int  # bytes
+
+
+@dataclass
+class Memory:
+    """The most that this process was seen to take of the machine's memory, in bytes."""
+
+    peak: int = 0
+
+    def look(self) -> None:
+        """Called where most is in use, never inside of a timed window."""
+        from expertwire.cli.progress import memory_bytes
+
+        self.peak = max(self.peak, memory_bytes())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,11 +102,26 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 1), ("ranks", 1), ("ranks_per_node", 1)):
         if getattr(args, name) < least:
             raise InvalidArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)}; the least is {least}")
-    from expertwire.cli.bench.ep import Setup, add_rows, complain, title
-    from expertwire.cli.progress import RankProgress
-    from expertwire.cli.workload import Shape
+    from expertwire.cli.launch import end_server, start_server
 
     begin = time.monotonic()
+    start_server(*PRELOAD)
+    try:
+        return show(args, begin)
+    except KeyboardInterrupt:
+        end_server()
+        raise
+
+
+def show(args: argparse.Namespace, begin: float) -> int:
+    """All of it, from the text to the exit status."""
+    from expertwire.cli.bench.ep import Setup, add_rows, complain, title
+    from expertwire.cli.progress import RankProgress
+
+    progress = RankProgress(args.ranks)
+    from expertwire.cli.workload import Shape  # loads torch: the longest wait before the first line
+
+    memory = Memory()
     shape = Shape()
     setup = Setup(
         node_of=tuple(rank // args.ranks_per_node for rank in range(args.ranks)),
@@ -104,14 +136,16 @@ def run(args: argparse.Namespace) -> int:
         warmup=WARMUP,
         seed=0,
     )
-    with tempfile.TemporaryDirectory(prefix="expertwire-demo-") as directory, RankProgress(args.ranks) as progress:
+    with tempfile.TemporaryDirectory(prefix="expertwire-demo-") as directory, progress:
         files = Files(directory, args.ranks * args.tokens)
         setup, shape = prepare(args, setup, shape, files, progress)
         outcomes = start(setup, shape, files, progress)
-        diffs = compare(setup, shape, files, progress)
+        diffs = compare(setup, shape, files, progress, memory)
     report = Report("demo", {**asdict(setup), **asdict(shape), "text": str(args.text or "README"), "routing_file": str(args.routing or "")})
     add_rows(report, [outcome.measured for outcome in outcomes], setup)
     add_layer_rows(report, outcomes, diffs)
+    peak = memory.peak + sum(outcome.memory_peak for outcome in outcomes)
+    report.add("memory_peak_GiB", round(peak / 2**30, 2), "GiB")
     report.add("demo_s", round(time.monotonic() - begin, 1), "s")
     console = terminal()
     console.print(table(report, title(setup)))
@@ -177,8 +211,14 @@ def _rank(rank: Rank, setup: Setup, shape: Shape, files: Files) -> Outcome:
     expected = expect(rank.rank, setup.ranks, shape.experts, lambda source: inputs_of(setup, shape, files, source))
     arms = make_arms(setup, expected.rows.shape[0])
     rank.progress("ranks and fabric ready", 1, 1)
+    memory = Memory()
+
+    def step(what: str, done: int, total: int) -> None:
+        memory.look()
+        rank.progress(what, done, total)
+
     try:
-        measured = measure(rank, arms, own, expected, list(setup.node_of), setup.iterations, setup.warmup)
+        measured = measure(replace(rank, progress=step), arms, own, expected, list(setup.node_of), setup.iterations, setup.warmup)
         first, last = expert_bounds(shape.experts, setup.ranks)[rank.rank : rank.rank + 2]
         part = slice(rank.rank * setup.tokens[0], (rank.rank + 1) * setup.tokens[0])
         faults: list[str] = []
@@ -186,34 +226,38 @@ def _rank(rank: Rank, setup: Setup, shape: Shape, files: Files) -> Outcome:
         begin = time.perf_counter()
         for arm in arms:
             received = arm.dispatch(own.x, own.topk_idx, own.topk_weights)
-            faults += [f"{arm.name}: {fault}" for fault in check_dispatch(received, expected, 0)]
+            faults += [f"{arm.name}: {fault}" for fault in check_dispatch(received, expected)]
             if y is None:  # the rows are the same for both
                 ids = received.topk_idx.to(torch.int64)
-                y = run_experts(received.rows, ids, received.topk_weights, range(first, last), first, shape).to(torch.bfloat16)
+                whole = run_experts(received.rows, ids, received.topk_weights, range(first, last), first, shape)
+                y = whole.to(torch.bfloat16)
+                memory.look()
+                del whole
             del received
             files.map(f"out-{arm.name}", shape.hidden, torch.bfloat16)[part] = arm.combine(y)
-        rank.progress("layer: dispatch, experts, combine", 1, 1)
-        return Outcome(measured, faults, time.perf_counter() - begin)
+        step("layer: dispatch, experts, combine", 1, 1)
+        return Outcome(measured, faults, time.perf_counter() - begin, memory.peak)
     finally:
         for arm in arms:
             arm.close()
 
 
-def compare(setup: Setup, shape: Shape, files: Files, progress: RankProgress) -> dict[str, tuple[float, float]]:
+def compare(setup: Setup, shape: Shape, files: Files, progress: RankProgress, memory: Memory) -> dict[str, tuple[float, float]]:
     """By engine: `calc_diff` of the whole output against the same layer in this one process, and that of the worst token."""
     import torch
 
-    from expertwire.cli.bench.paired import calc_diff
-    from expertwire.cli.workload import run_experts
+    from expertwire.cli.bench.paired import token_diffs
+    from expertwire.cli.workload import run_layer
 
     progress.stage("the same layer in one process")
     ids, weights = files.map("ids", shape.topk, torch.int64), files.map("weights", shape.topk, torch.float32)
-    wanted = run_experts(files.map("x", shape.hidden, torch.bfloat16), ids, weights, range(shape.experts), 0, shape)
+    threads = min(REFERENCE_THREADS_MAX, len(os.sched_getaffinity(0)))
+    wanted = run_layer(files.map("x", shape.hidden, torch.bfloat16), ids, weights, shape, threads)
+    memory.look()
     diffs = {}
     for engine in ("expertwire", *setup.against):
-        got = files.map(f"out-{engine}", shape.hidden, torch.bfloat16).float()
-        apart = ((got - wanted) ** 2).sum(1) / (got**2 + wanted**2).sum(1).clamp_min(1e-30)
-        diffs[engine] = (calc_diff(got, wanted), float(apart.max()))
+        apart, size = token_diffs(files.map(f"out-{engine}", shape.hidden, torch.bfloat16), wanted)
+        diffs[engine] = (float(apart.sum() / size.sum().clamp_min(1e-30)), float((apart / size.clamp_min(1e-30)).max()))
     progress.stage("the same layer in one process", 1)
     return diffs
 

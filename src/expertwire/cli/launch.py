@@ -1,7 +1,8 @@
 """Starts the ranks of one job on this machine, collects what they return, and never leaves a process behind.
 
 Ranks are forked from a server that has torch loaded already (a spawn would import it once per rank). They find each other over a file
-store in a temporary directory: no port, no environment.
+store in a temporary directory: no port, no environment. Ctrl-C is the launcher's affair alone: server and ranks have it blocked, and are
+ended by the launcher.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import tempfile
 import threading
 import time
@@ -17,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -58,6 +61,27 @@ class _Job:
     timeout_s: float
 
 
+def start_server(*modules: str) -> None:
+    """Let the server that ranks are forked from load torch and `modules`, beside what the caller does until it launches.
+
+    A server that runs already stays as it is.
+    """
+    forkserver.set_forkserver_preload(["torch", "torch.distributed", *modules])
+    resource_tracker.ensure_running()  # it changes the signal mask, so it comes first
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_server() -> None:
+    """End the server at once, where its imports would keep it for seconds after an interrupt. A later launch starts another."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # it has no public way to be ended
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
 def launch(
     target: Callable[..., Result],
     arguments: tuple[Any, ...],
@@ -72,8 +96,22 @@ def launch(
     every `Rank.progress` there. Raises `RankError` with the rank's own traceback when one fails, `DeadlineError` after `timeout_s`; either
     way, and on Ctrl-C, all ranks are ended first.
     """
+    start_server(target.__module__)
+    try:
+        return _launch(target, arguments, ranks, on_progress, timeout_s)
+    except KeyboardInterrupt:
+        end_server()
+        raise
+
+
+def _launch(
+    target: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    on_progress: Callable[[int, str, int, int], None] | None,
+    timeout_s: float,
+) -> list[Result]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", target.__module__])
     with tempfile.TemporaryDirectory(prefix="expertwire-") as directory:
         store = str(Path(directory) / "store")
         jobs = [_Job(target, arguments, rank, ranks, store, timeout_s) for rank in range(ranks)]
@@ -208,8 +246,6 @@ def _rank_main(job: _Job, connection: Connection) -> None:
         result = job.target(rank, *job.arguments)
         connection.send(("result", pickle.dumps(result)))
         dist.destroy_process_group()
-    except KeyboardInterrupt:
-        os._exit(130)  # the parent saw the same Ctrl-C and speaks for all
     except BaseException as error:
         connection.send(("error", type(error).__name__, str(error), traceback.format_exc()))
         os._exit(1)  # peers may be gone: no collective teardown

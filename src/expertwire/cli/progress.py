@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -53,3 +54,11 @@ class RankProgress:
     def say(self, what: str) -> None:
         """One line, with the seconds since the start."""
         print(f"[{time.monotonic() - self._begin:5.1f} s] {what}", file=sys.stderr, flush=True)
+
+
+def memory_bytes() -> int:
+    """What this process takes of the machine's memory now: its proportional set size, in which pages shared by n processes count 1/n."""
+    for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
