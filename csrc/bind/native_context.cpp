@@ -449,8 +449,7 @@ void bind_records(Class& cls) {
         .def(
             "publish_verdict",
             [](Self self, std::uint32_t rank) { self.context->publish_verdict(rank, runtime::now_ns() + tell_ns); },
-            "rank"_a, Release(),
-            "Tell every live peer whom I hold dead, before raising PeerError; waits for that at most 500 ms.")
+            "rank"_a, Release(), "Tell every live peer whom I hold dead, before raising PeerError; takes <= 500 ms.")
         .def(
             "take_notifications",
             [](Self self) {

@@ -197,6 +197,9 @@ void Liveness::decide(std::uint32_t rank, Peer& peer, TimeNs now) {
 void Liveness::suspect(std::uint32_t rank, const std::string& why, TimeNs now) {
     const std::lock_guard lock(mutex_);
     if (rank >= peers_.size() || peers_[rank].state != PeerState::watched) return;
+    // Beats that came before the trouble, and that the next tick would take for later ones.
+    for (std::uint32_t other = 0; other < peers_.size(); ++other)
+        if (peers_[other].state == PeerState::watched) hear(other, peers_[other], now);
     suspect_locked(peers_[rank], why, now, now);
 }
 

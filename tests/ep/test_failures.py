@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -23,34 +23,81 @@ def doomed() -> Iterator[World]:
         own.close()
 
 
-@pytest.mark.parametrize(
-    ("node_of", "victim", "environment", "provider"),
-    [
-        ((0, 0, 0, 0), 2, {}, None),
-        ((0, 0, 1, 1), 0, {}, "tcp"),
-        ((0, 0, 1, 1), 3, HEARTBEAT, "tcp"),
-        ((0, 1, 2, 3), 0, HEARTBEAT, "local"),
-    ],
-    ids=["one node", "rank 0 of two nodes", "two nodes by heartbeat", "rank 0 by heartbeat"],
-)
-def test_a_killed_rank_is_named_by_all_others(
-    doomed: World, node_of: tuple[int, ...], victim: int, environment: dict[str, str], provider: str | None
-) -> None:
-    doomed.start(4, work.die_in_dispatch, node_of, victim, environment, provider)
-    answers = doomed.finish(40)
-    assert answers.pop(victim) == (False, "ended with exit code -9")
+def check_all_name(doomed: World, victims: Sequence[int]) -> None:
+    """Every survivor of the run has a PeerError that names a victim, in time, and leaves cleanly."""
+    answers = doomed.finish(60)
+    for victim in victims:
+        assert answers.pop(victim) == (False, "ended with exit code -9")
     for rank, (returned, what) in answers.items():
         assert returned, f"rank {rank}: {what}"
         kind, at_fault, message = what["error"]
-        assert (kind, at_fault) == ("PeerError", victim), f"rank {rank}: {what['error']}"
-        assert f"rank {victim}" in message
+        assert kind == "PeerError", f"rank {rank}: {what['error']}"
+        assert at_fault in victims, f"rank {rank}: {what['error']}"
+        assert f"rank {at_fault}" in message
         assert what["seen_s"] < SEEN_S
         assert what["later"][0] == "StateError"
         assert f"PeerError: {message}" in what["later"][2], "the first error is kept"
         assert what["destroy_s"] < DESTROYED_S
     codes = doomed.exit_codes()
-    assert codes.pop(victim) == -9
-    assert codes == [0, 0, 0]
+    assert codes == [-9 if rank in victims else 0 for rank in range(doomed.size)]
+
+
+@pytest.mark.parametrize(
+    ("node_of", "victims", "environment", "provider"),
+    [
+        ((0, 0, 0, 0), (2,), {}, None),
+        ((0, 0, 1, 1), (0,), {}, "tcp"),
+        ((0, 0, 1, 1), (3,), HEARTBEAT, "tcp"),
+        ((0, 1, 2, 3), (0,), HEARTBEAT, "local"),
+        ((0, 0, 1, 1), (0,), HEARTBEAT, "tcp"),
+        ((0, 0, 1, 1), (0, 3), HEARTBEAT, "tcp"),
+        ((0, 1, 1, 1), (1, 2), {}, "tcp"),
+    ],
+    ids=[
+        "one node",
+        "rank 0 of two nodes",
+        "two nodes by heartbeat",
+        "rank 0 by heartbeat",
+        "rank 0 of two nodes by heartbeat",
+        "two at once by heartbeat",
+        "two at once",
+    ],
+)
+def test_a_killed_rank_is_named_by_all_others(
+    doomed: World, node_of: tuple[int, ...], victims: tuple[int, ...], environment: dict[str, str], provider: str | None
+) -> None:
+    doomed.start(4, work.die_in_dispatch, node_of, victims, environment, provider)
+    check_all_name(doomed, victims)
+
+
+@pytest.mark.parametrize("environment", [{}, HEARTBEAT], ids=["pidfd", "heartbeat"])
+def test_a_rank_killed_in_combine_is_named_by_all_others(doomed: World, environment: dict[str, str]) -> None:
+    doomed.start(4, work.die_in_combine, (0, 0, 1, 1), (2,), environment)
+    check_all_name(doomed, (2,))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_in_the_bootstrap_keeps_nobody(doomed: World, victim: int) -> None:
+    doomed.start(4, work.die_in_bootstrap, (0, 0, 1, 1), victim)
+    answers = doomed.finish(60)
+    assert answers.pop(victim) == (False, "ended with exit code -9")
+    for rank, (returned, what) in answers.items():
+        assert returned, f"rank {rank}: {what}"
+        assert what["error"][0] in ("PeerError", "DeadlineError"), what["error"]
+        assert what["seen_s"] < SEEN_S
+
+
+def test_a_rank_that_leaves_is_not_named_for_one_that_is_silent() -> None:
+    own = World(3)
+    try:
+        own.start(3, work.leave_behind_a_stopped_rank)
+        returned, what = own.finish(40, without=[2])[0]
+        assert returned, what
+        assert what["error"][:2] == ("PeerError", 2), what["error"]
+        assert what["seen_s"] < SEEN_S
+    finally:
+        own.wake(2)
+        own.close()
 
 
 @pytest.mark.parametrize("node_of", [(0, 0, 1)], ids=str)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from expertwire.ep import Buffer, Config, EventOverlap
+from expertwire.ep.buffer import _State
 from expertwire.errors import ExpertwireError
 from harness import Rank
 
@@ -264,34 +265,92 @@ def bench_layout(rank: Rank) -> list[int]:
 # ---- failures
 
 
-def die_in_dispatch(rank: Rank, node_of: Sequence[int], victim: int, environment: dict[str, str], provider: str | None) -> dict[str, Any]:
-    """Dispatch and combine until the victim, killed by a thread of its own in the middle of a call, is missed."""
-    os.environ.update(environment)
-    buffer = Buffer(rank.group, 16 << 20, node_of=node_of, provider=provider)
-    for _ in range(3):
-        round_trip(buffer, rank.rank, tokens=64)
-    if rank.rank == victim:
-        in_call = threading.Event()
+def kill_oneself(at: threading.Event) -> None:
+    """SIGKILL by a thread of its own, once `at` is set: in the middle of what this thread does then."""
 
-        def die() -> None:
-            in_call.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die() -> None:
+        at.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-        threading.Thread(target=die, daemon=True).start()
-        in_call.set()
+    threading.Thread(target=die, daemon=True).start()
+
+
+def missed(buffer: Any, rank: int, calls: Callable[[], object]) -> dict[str, Any]:
+    """What a survivor is told, when, and what works afterwards."""
     last_good = time.monotonic()
     try:
         while True:
-            round_trip(buffer, rank.rank, tokens=64)
+            calls()
             last_good = time.monotonic()
     except ExpertwireError as caught_error:
         error = caught_error
     seen_s = time.monotonic() - last_good
-    later = caught(lambda: dispatch(buffer, rank.rank))
+    later = caught(lambda: dispatch(buffer, rank))
     begin = time.monotonic()
     buffer.destroy()
     buffer.destroy()
     return {"error": described(error), "seen_s": seen_s, "later": later, "destroy_s": time.monotonic() - begin}
+
+
+def die_in_dispatch(
+    rank: Rank, node_of: Sequence[int], victims: Sequence[int], environment: dict[str, str], provider: str | None
+) -> dict[str, Any]:
+    """Dispatch and combine until the victims, killed in the middle of a call, are missed."""
+    os.environ.update(environment)
+    buffer = Buffer(rank.group, 16 << 20, node_of=node_of, provider=provider)
+    for _ in range(3):
+        round_trip(buffer, rank.rank, tokens=64)
+    if rank.rank in victims:
+        in_call = threading.Event()
+        kill_oneself(in_call)
+        in_call.set()
+    return missed(buffer, rank.rank, lambda: round_trip(buffer, rank.rank, tokens=64))
+
+
+def die_in_combine(rank: Rank, node_of: Sequence[int], victims: Sequence[int], environment: dict[str, str]) -> dict[str, Any]:
+    """The victims are killed while they combine, the others never leave theirs."""
+    os.environ.update(environment)
+    buffer = Buffer(rank.group, 16 << 20, node_of=node_of, provider="tcp")
+    round_trip(buffer, rank.rank, tokens=64)
+    received, _, _, _, handle, _ = dispatch(buffer, rank.rank, tokens=64)
+    in_call = threading.Event()
+    if rank.rank in victims:
+        kill_oneself(in_call)
+
+    def combine() -> None:
+        in_call.set()
+        buffer.combine(received, handle)
+
+    return missed(buffer, rank.rank, combine)
+
+
+def die_in_bootstrap(rank: Rank, node_of: Sequence[int], victim: int) -> dict[str, Any]:
+    """The victim is killed between two steps of making a Buffer, where the others wait for it."""
+    from expertwire.ep import bootstrap
+
+    if rank.rank == victim:
+        bootstrap._choose_provider = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+    begin = time.monotonic()
+    error = caught(lambda: Buffer(rank.group, 4 << 20, node_of=node_of, timeout_ms=4000))
+    return {"error": error, "seen_s": time.monotonic() - begin}
+
+
+def leave_behind_a_stopped_rank(rank: Rank) -> dict[str, Any]:
+    """Rank 2 stops; rank 1 has seen that nothing comes from it, says nothing, and leaves; rank 0 is in a call."""
+    os.environ.update({"EXPERTWIRE_LIVENESS": "heartbeat"})
+    buffer = Buffer(rank.group, 4 << 20, node_of=(0, 1, 2), provider="tcp")
+    round_trip(buffer, rank.rank)
+    if rank.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+    context = buffer.runtime._context
+    while context.pulse(2)[3] < 1_300_000_000:  # ns: more than one heartbeat is missing
+        context.doorbell_wait(context.doorbell_seen(), 50)
+    if rank.rank == 1:
+        buffer._state = _State.failed  # leave at once, as after an error
+        buffer.destroy()
+        return {}
+    return missed(buffer, rank.rank, lambda: round_trip(buffer, rank.rank))
 
 
 def deadline(rank: Rank, node_of: Sequence[int], absent: int) -> dict[str, Any]:

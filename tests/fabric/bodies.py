@@ -278,6 +278,12 @@ def await_fault(endpoint: Endpoint, timeout_ms: int) -> tuple[int, int, str] | N
     return None
 
 
+def await_silence(endpoint: Endpoint, rank: int, age_ms: int) -> None:
+    """Until nothing was heard of that rank for so long."""
+    while endpoint.native.pulse(rank)[3] < age_ms * 1_000_000:
+        endpoint.native.doorbell_wait(endpoint.native.doorbell_seen(), 20)
+
+
 def close_twice(endpoint: Endpoint) -> bool:
     endpoint.close()
     endpoint.close()

@@ -62,6 +62,24 @@ def test_the_root_cause_is_named_and_not_its_messenger() -> None:
         assert group[0].call(bodies.await_fault, 1)[0] == 2
 
 
+def test_who_breaks_off_after_another_fell_silent_is_not_named() -> None:
+    """Rank 3 stops: only its silence tells. Rank 1 then breaks off without a word, which is seen at once."""
+    settings = dataclasses.replace(TCP, liveness="heartbeat")
+    with ranks(4, settings, heartbeat_ms=200, silence_ms=2500) as group:
+        group.all(bodies.barrier_in_order, 1)
+        os.kill(group[3].pid, signal.SIGSTOP)
+        try:
+            for member in (group[0], group[2]):
+                member.call(bodies.await_silence, 3, 800)
+            os.kill(group[1].pid, signal.SIGKILL)
+            for member in (group[0], group[2]):
+                member.ask(bodies.await_fault, 9000)
+            faults = [member.answer() for member in (group[0], group[2])]
+        finally:
+            os.kill(group[3].pid, signal.SIGCONT)
+        assert [fault and fault[0] for fault in faults] == [3, 3], f"faults: {faults}"
+
+
 @BOTH
 @pytest.mark.parametrize("liveness", ["auto", "heartbeat"])
 def test_leaving_is_no_death(settings: Settings, liveness: str) -> None:

@@ -8,17 +8,21 @@ inherit `LOCAL_RANK=0`, and a group may be smaller than the world.
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 import expertwire
 from expertwire.ep.layout import check_node_table
 from expertwire.ep.neighbours import Door, Neighbour
-from expertwire.errors import InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
+from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, MismatchError, PeerError, StateError, UnavailableError
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import choose_provider, nodes_from_pairs
 
@@ -53,8 +57,8 @@ class _Hello:
     neighbour: Neighbour
 
 
-def launch_of(group: object, comm: object = None) -> Launch:
-    """The launch behind a torch.distributed group, an mpi4py communicator, or a `Launch` itself."""
+def launch_of(group: object, comm: object = None, timeout_ms: int = 100_000) -> Launch:
+    """The launch behind a torch.distributed group, an mpi4py communicator, or a `Launch` itself. A gloo group waits for `timeout_ms`."""
     if isinstance(group, Launch):
         if not 0 <= group.rank < group.size:
             raise InvalidArgumentError(f"group has rank {group.rank} of {group.size}; the rank must be in [0, {group.size})")
@@ -72,11 +76,35 @@ def launch_of(group: object, comm: object = None) -> Launch:
         raise InvalidArgumentError("group does not have this process as a member: only its members can make a Buffer over it")
 
     def all_gather(mine: Any) -> list[Any]:
-        answers: list[Any] = [None] * size
-        dist.all_gather_object(answers, mine, group=group)
-        return answers
+        begin = time.monotonic()
+        try:
+            return _gather(group, size, mine, timeout_ms)
+        except RuntimeError as error:
+            if time.monotonic() - begin >= timeout_ms / 1000:
+                raise DeadlineError(
+                    f"rank {rank}: making a Buffer, a rank of the group did not answer within {timeout_ms} ms; "
+                    f"it is elsewhere, or a rank has ended and another one that noticed gave up: {error}"
+                ) from error
+            raise PeerError(f"rank {rank}: making a Buffer, the group failed, as it does when one of its ranks ends: {error}") from error
 
     return Launch(rank, size, all_gather)
+
+
+def _gather(group: dist.ProcessGroup, size: int, mine: Any, timeout_ms: int) -> list[Any]:
+    """Each rank's object. A gloo group waits as long as it was made to, half an hour by default: here it waits for our deadline."""
+    answers: list[Any] = [None] * size
+    if dist.get_backend(group) != "gloo":
+        dist.all_gather_object(answers, mine, group=group)
+        return answers
+    within = timedelta(milliseconds=timeout_ms)
+    data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([data.numel()]), group=group, async_op=True).wait(within)
+    most = max(int(length) for length in lengths)
+    padded = torch.nn.functional.pad(data, (0, most - data.numel()))
+    received = [torch.zeros(most, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(received, padded, group=group, async_op=True).wait(within)
+    return [pickle.loads(bytes(one[: int(length)].numpy())) for one, length in zip(received, lengths, strict=True)]
 
 
 def settings_for(provider: str | None, timeout_ms: int | None) -> Settings:

@@ -130,10 +130,10 @@ class Buffer:
         self.low_latency_mode = False
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = False
-        from expertwire.ep.bootstrap import Launch, launch_of
+        from expertwire.ep.bootstrap import Launch, launch_of, settings_for
         from expertwire.ep.cpu.backend import CpuBackend
 
-        launch: Launch = launch_of(group, comm)
+        launch: Launch = launch_of(group, comm, settings_for(None, timeout_ms).timeout_ms)
         self.rank, self.group_size = launch.rank, launch.size
         if node_of is not None:
             node_of = check_node_table("node_of", node_of, launch.size)
