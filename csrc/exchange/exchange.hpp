@@ -152,8 +152,12 @@ class Operation {
     bool notifies_ended();
 
     std::vector<std::uint32_t> unsent_;  // ranks of other nodes whose notify is still to be put
-    std::vector<Ticket> tickets_;        // of notifies under way
-    std::uint32_t notified_ = 0;         // ranks below this have been heard in this epoch
+    struct NotifyPut {
+        std::uint32_t rank;
+        Ticket ticket;
+    };
+    std::vector<NotifyPut> notifies_;  // under way
+    std::uint32_t notified_ = 0;       // ranks below this have been heard in this epoch
 };
 
 class Dispatch;

@@ -134,7 +134,7 @@ bool Operation::post_notifies() {
         const std::optional<Ticket> ticket =
             exchange_.put(put, word, 0, layout.notified(parity, exchange_.rank()), word_value(epoch_, 1));
         if (!ticket) break;
-        tickets_.push_back(*ticket);
+        notifies_.push_back({unsent_.back(), *ticket});
         unsent_.pop_back();
     }
     return unsent_.size() != before;
@@ -201,15 +201,15 @@ bool Operation::check_capacity() {
 
 // Gives back what notifies hold as soon as they have ended: others may be waiting for room in the same table.
 bool Operation::notifies_ended() {
-    std::erase_if(tickets_, [&](Ticket ticket) {
-        const Status status = exchange_.port().status(ticket);
+    std::erase_if(notifies_, [&](const NotifyPut& notify) {
+        const Status status = exchange_.port().status(notify.ticket);
         if (status == Status::pending) return false;
         if (status != Status::ok) {
-            fail(FailureReason::put, exchange_.rank(), "a notify could not be delivered", status);
+            fail(FailureReason::put, notify.rank, "a notify could not be delivered", status);
         }
         return true;
     });
-    return tickets_.empty() && unsent_.empty();
+    return notifies_.empty() && unsent_.empty();
 }
 
 // ---- steps
