@@ -10,10 +10,17 @@ from harness import World
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[World]:
-    """Twelve ranks in processes of their own; a test runs its functions on the first n of them."""
+def ranks_of_session() -> Iterator[World]:
+    """Twelve ranks in processes of their own, begun once."""
     shared = World()
     try:
         yield shared
     finally:
         shared.close()
+
+
+@pytest.fixture
+def world(ranks_of_session: World) -> Iterator[World]:
+    """The session's ranks; a test runs its functions on the first n of them, and leaves them without Buffers."""
+    yield ranks_of_session
+    ranks_of_session.forget()

@@ -46,6 +46,12 @@ class Rank:
         return self.kept[key]
 
 
+def forget_buffers(rank: Rank) -> None:
+    """Destroy what `Rank.buffer` made on this rank, in the order of making, which is the same on all ranks that share a Buffer."""
+    for key in [key for key in rank.kept if isinstance(key, tuple) and key[0] == "buffer"]:
+        rank.kept.pop(key).destroy()
+
+
 class RanksFailedError(AssertionError):
     """At least one rank raised, died or hung; the message has the tracebacks."""
 
@@ -68,6 +74,11 @@ class World:
             self.close()
             raise RanksFailedError("\n".join([f"{len(failed)} of {ranks} ranks failed", *failed]))
         return [answers[rank][1] for rank in range(ranks)]
+
+    def forget(self) -> None:
+        """Give back the memory of the kept Buffers: a session's worth of them on twelve ranks is more than a small machine has."""
+        if self._processes:
+            self.run(self.size, forget_buffers)
 
     def close(self) -> None:
         """End every process, whatever it is doing."""
