@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::uint32_t regions_max = 1024;
 constexpr TimeNs farewell_ns = 1'000'000'000;  // how long close() waits for `leaving` to go out over the fabric
+constexpr TimeNs fault_drain_ns = 300'000'000;
 constexpr TimeNs destructor_drain_ns = 100'000'000;
 
 std::uint32_t cores_allowed() {
@@ -205,7 +206,8 @@ void Context::close(TimeNs until_ns) {
             bell.wait(seen, 1'000'000);
         }
     };
-    drain(idle, until_ns);
+    // With a dead peer much of it never will, and the others wait for our word.
+    drain(idle, has_fault() ? std::min(until_ns, now_ns() + fault_drain_ns) : until_ns);
     // Tell the others: this is no death.
     state.liveness->publish_leaving();
     tell(now_ns() + farewell_ns);
