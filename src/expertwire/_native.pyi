@@ -201,7 +201,7 @@ class Context:
 
     def publish_verdict(self, rank: int) -> None:
         """
-        Tell every live peer whom I hold dead, before raising PeerError; waits for that at most 500 ms.
+        Tell every live peer whom I hold dead, before raising PeerError; takes <= 500 ms.
         """
 
     def take_notifications(self) -> list:
