@@ -23,7 +23,7 @@ from expertwire.errors import InvalidArgumentError, UnavailableError
 
 NOISE = 0.25  # of a row's standard deviation
 WEIGHT_SCALE = 2.5  # DeepSeek-V3's routed scaling factor
-BLOCK_ROWS = 512  # of an expert's rows at a time: fp32 copies of more would be fresh pages each time
+BLOCK_ROWS = 256  # of an expert's rows at a time, in memory that is kept: fresh pages cost more than the sums
 EXPERT_SEED = 1 << 40
 ROUTER_SEED = 1 << 41
 POSITION_SEED = 1 << 42
@@ -116,8 +116,8 @@ def read_routing(path: Path, count: int, experts: int) -> tuple[torch.Tensor, to
 def expert_weights(expert: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """The gate-and-up [2·width, hidden] and down [hidden, width] matrices of one expert, seeded by its number. f32."""
     generator = torch.Generator().manual_seed(EXPERT_SEED + expert)
-    gate_up = torch.randn(2 * shape.width, shape.hidden, generator=generator) * shape.hidden**-0.5
-    down = torch.randn(shape.hidden, shape.width, generator=generator) * shape.width**-0.5
+    gate_up = torch.randn(2 * shape.width, shape.hidden, generator=generator).mul_(shape.hidden**-0.5)
+    down = torch.randn(shape.hidden, shape.width, generator=generator).mul_(shape.width**-0.5)
     return gate_up, down
 
 
@@ -126,16 +126,18 @@ def run_experts(
 ) -> torch.Tensor:
     """Σ over the given experts of weight · expert(row), in fp32: f32 [N, H]. `ids` count from `first`; −1 is none."""
     out = torch.zeros(rows.shape[0], shape.hidden)
+    taken, wide, back = (torch.empty(BLOCK_ROWS, shape.hidden, dtype=dtype) for dtype in (rows.dtype, torch.float32, torch.float32))
     for expert in experts:
         places, choice = (ids == expert - first).nonzero(as_tuple=True)
         if not places.numel():
             continue
         gate_up, down = expert_weights(expert, shape)
         for part in torch.split(torch.arange(places.numel()), BLOCK_ROWS):
-            at = places[part]
-            gate, up = (rows[at].float() @ gate_up.t()).chunk(2, dim=1)
+            at, count = places[part], part.numel()
+            torch.index_select(rows, 0, at, out=taken[:count])
+            gate, up = (wide[:count].copy_(taken[:count]) @ gate_up.t()).chunk(2, dim=1)
             hidden = torch.nn.functional.silu(gate) * up * weights[at, choice[part], None]
-            out.index_add_(0, at, hidden @ down.t())
+            out.index_add_(0, at, torch.mm(hidden, down.t(), out=back[:count]))
     return out
 
 
