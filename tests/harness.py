@@ -160,6 +160,8 @@ class World:
 
 
 def _rank_main(rank: int, size: int, store: str, connection: Connection) -> None:
+    # The server of all ranks may have been started by a test of the launcher, which blocks Ctrl-C in it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ class RankError(AssertionError):
 
 def serve(connection: Connection, rank: int, size: int, settings: Settings, arguments: dict[str, Any], share: bool) -> None:
     """The life of one rank's process."""
+    # The server of all ranks may have been started by a test of the launcher, which blocks Ctrl-C in it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     from expertwire.fabric.endpoint import Endpoint
 
     with Endpoint(rank, size, settings, **{"counters": COUNTERS, **arguments}) as endpoint:
