@@ -230,8 +230,9 @@ def _rank(rank: Rank, setup: Setup, shape: Shape, files: Files) -> Outcome:
             if y is None:  # the rows are the same for both
                 ids = received.topk_idx.to(torch.int64)
                 whole = run_experts(received.rows, ids, received.topk_weights, range(first, last), first, shape)
-                y = whole.to(torch.bfloat16)
                 memory.look()
+                # Every expert has read its rows: what they give goes over them, and combine finds it where it lies.
+                y = received.rows.copy_(whole)
                 del whole
             del received
             files.map(f"out-{arm.name}", shape.hidden, torch.bfloat16)[part] = arm.combine(y)
@@ -275,8 +276,10 @@ def add_layer_rows(report: Report, outcomes: list[Outcome], diffs: dict[str, tup
 
 
 def table(report: Report, caption: str) -> Table:
-    """Time, GB/s a rank, and gloo's time, by phase."""
+    """Time, GB/s a rank, and gloo's time, by phase and by where combine's rows lie."""
     from rich.table import Table
+
+    from expertwire.cli.bench.ep import ORDINARY, RECEIVED
 
     def figure(name: str, **labels: str) -> float:
         for row in report.rows:
@@ -288,21 +291,24 @@ def table(report: Report, caption: str) -> Table:
     for column in ("phase", "expertwire", "GB/s a rank", "over the fabric", "gloo", "over gloo", "over gloo's exchange alone"):
         shown.add_column(column, justify="left" if column == "phase" else "right")
     wire = figure("wire_bytes") / 1e6
-    milliseconds = {
-        engine: {
-            "dispatch": (figure("dispatch_us", engine=engine) + (figure("layout_us", engine=engine) if engine == "expertwire" else 0))
-            / 1e3,
-            "combine": figure("combine_us", engine=engine) / 1e3,
-        }
-        for engine in ("expertwire", "gloo")
-    }
-    for phase in ("dispatch", "combine", "total"):
-        ours, gloo = (milliseconds[engine].get(phase, sum(milliseconds[engine].values())) for engine in ("expertwire", "gloo"))
-        rate = "" if phase == "total" else f"{figure(f'{phase}_GBps', engine='expertwire'):.2f}"
-        over, exchange = figure("over_gloo", phase=phase), figure("over_gloo_exchange", phase=phase)
-        crossed = f"{wire * (2 if phase == 'total' else 1):,.0f} MB"
+    dispatch = {"expertwire": figure("dispatch_us", engine="expertwire") + figure("layout_us", engine="expertwire")}
+    dispatch["gloo"] = figure("dispatch_us", engine="gloo")
+    for phase, place in (("dispatch", ""), ("combine", RECEIVED), ("combine", ORDINARY), ("total", RECEIVED), ("total", ORDINARY)):
+        label = {"combine_input": place} if place else {}
+        combine = {"expertwire": figure("combine_us", engine="expertwire", **label), "gloo": figure("combine_us", engine="gloo")}
+        parts = {"dispatch": [dispatch], "combine": [combine], "total": [dispatch, combine]}[phase]
+        ours, gloo = (sum(part[engine] for part in parts) / 1e3 for engine in ("expertwire", "gloo"))
+        rate = "" if phase == "total" else f"{figure(f'{phase}_GBps', engine='expertwire', **label):.2f}"
+        over, exchange = (figure(name, phase=phase, **label) for name in ("over_gloo", "over_gloo_exchange"))
         shown.add_row(
-            phase, f"{ours:,.0f} ms", rate, crossed, f"{gloo:,.0f} ms", f"{over:.2f} ×", f"{exchange:.2f} ×", end_section=phase == "combine"
+            {"": phase, RECEIVED: f"{phase}, rows left where they were received", ORDINARY: f"{phase}, rows elsewhere"}[place],
+            f"{ours:,.0f} ms",
+            rate,
+            f"{wire * len(parts):,.0f} MB",
+            f"{gloo:,.0f} ms",
+            f"{over:.2f} ×",
+            f"{exchange:.2f} ×",
+            end_section=phase != "total" and place != RECEIVED,
         )
     return shown
 

@@ -381,7 +381,9 @@ class Buffer:
         """Bring rows back to the tokens that they came from, summed over ranks in fp32 in a fixed order, unweighted. Collective.
 
         Args:
-            x: rows bf16 [N, H], in the order in which the dispatch of `handle` received them, any strides.
+            x: rows bf16 [N, H], in the order in which the dispatch of `handle` received them, any strides. Contiguous rows inside the
+                data region, such as the received tensor written over in place, are read where they lie; others are copied there first.
+                Either way nobody may write to x before the call returns.
             topk_weights: f32 [N, K], summed alike.
             bias: one tensor or two, bf16 [T, H], added first.
 

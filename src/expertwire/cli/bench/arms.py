@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from expertwire.cli.bench.ep import ORDINARY, RECEIVED
 from expertwire.cli.bench.gloo import GlooExchange, GlooPlan
 from expertwire.ep import Buffer
 from expertwire.ep.layout import expert_bounds
@@ -34,6 +35,7 @@ class Arm(Protocol):
 
     name: str
     provider: str  # what carries rows between nodes
+    combine_inputs: tuple[str, ...]  # where combine's rows are put: each is measured
     seconds: dict[str, float]
 
     def wire_operations(self) -> int:
@@ -57,6 +59,7 @@ class OursArm:
     """`expertwire.ep.Buffer`, called as a user calls it; `dispatch` and `layout` are timed apart."""
 
     name = "expertwire"
+    combine_inputs: tuple[str, ...] = (RECEIVED, ORDINARY)
 
     def __init__(self, node_of: Sequence[int], received_max: int, hidden: int, experts: int, topk: int, provider: str | None) -> None:
         rank = dist.get_rank()
@@ -120,6 +123,7 @@ class GlooArm:
 
     name = "gloo"
     provider = "gloo"
+    combine_inputs: tuple[str, ...] = (ORDINARY,)
 
     def __init__(self, ranks: int, experts: int) -> None:
         self.exchange = GlooExchange(None, torch.tensor(expert_bounds(experts, ranks)))

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 ROUTINGS = ("uniform", "skewed", "duplicates", "holes", "none")
 SMOKE = {"tokens": "128", "hidden": 1024, "experts": 64, "topk": 4}
 ROW_BYTES = 2  # of one bf16 element
+# Where the rows of a combine lie: written by the experts over the rows that they received, or in memory of their own.
+RECEIVED, ORDINARY = "received", "ordinary"
 
 
 @dataclass(frozen=True)
@@ -216,22 +218,23 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
         good = not any(one.samples[number].faults for one in measured) and (arm == "gloo" or crossed(measured))
         report.add("verified", int(good), "", RowStatus.OK if good else RowStatus.FAILED, **shape, engine=arm)
         for phase, payload in (("layout", 0.0), ("dispatch", received), ("combine", returned)):
-            seconds = arms[arm][phase]
             if phase == "layout" and arm == "gloo":
                 continue  # part of its dispatch
-            spread: dict[str, Any] = {"low": round(min(seconds) * 1e6, 1), "high": round(max(seconds) * 1e6, 1)}
-            median = statistics.median(seconds)
-            report.add(f"{phase}_us", round(median * 1e6, 1), "µs", **shape, engine=arm, **spread)
-            if payload:
-                report.add(f"{phase}_GBps", round(payload / median / 1e9, 3), "GB/s", **shape, engine=arm)
+            for seconds, place in by_place(arms[arm], phase):
+                spread: dict[str, Any] = {"low": round(min(seconds) * 1e6, 1), "high": round(max(seconds) * 1e6, 1)}
+                median = statistics.median(seconds)
+                report.add(f"{phase}_us", round(median * 1e6, 1), "µs", **shape, engine=arm, **place, **spread)
+                if payload:
+                    report.add(f"{phase}_GBps", round(payload / median / 1e9, 3), "GB/s", **shape, engine=arm, **place)
     if "gloo" in arms:
         add_over_gloo(report, arms, shape)
     if received and min(one.received_rows for one in measured):
         copies = [max(one.copy_seconds[i] for one in measured) for i in range(setup.iterations)]
         copied = statistics.median(copies)
         for phase, payload in (("dispatch", received), ("combine", returned)):
-            share = copied * payload / received / statistics.median(arms["expertwire"][phase])
-            report.add("copy_utilization", round(share, 3), "", **shape, engine="expertwire", phase=phase)
+            for seconds, place in by_place(arms["expertwire"], phase):
+                share = copied * payload / received / statistics.median(seconds)
+                report.add("copy_utilization", round(share, 3), "", **shape, engine="expertwire", phase=phase, **place)
     report.add("wire_operations", sum(one.wire_operations for one in measured), "", **shape, engine="expertwire")
     wire = sum(one.wire_rows for one in measured) * setup.hidden * ROW_BYTES
     report.add("wire_bytes", wire, "B", **shape, engine="expertwire", phase="dispatch")
@@ -243,24 +246,36 @@ def crossed(measured: list[Measured]) -> bool:
 
 
 def _slowest(measured: list[Measured], arm: int) -> dict[str, list[float]]:
-    """Phase → by iteration, the time of the slowest rank; `dispatch_all` has the layout in it, `total` everything."""
+    """Phase → by iteration, the time of the slowest rank; `dispatch_all` has the layout in it, `total_…` everything."""
     by_rank = [one.samples[arm].seconds for one in measured]
     slowest = {phase: [max(times) for times in zip(*(one[phase] for one in by_rank), strict=True)] for phase in by_rank[0]}
     slowest["dispatch_all"] = [a + b for a, b in zip(slowest["layout"], slowest["dispatch"], strict=True)]
-    slowest["total"] = [a + b for a, b in zip(slowest["dispatch_all"], slowest["combine"], strict=True)]
+    for _, place in by_place(slowest, "combine"):
+        total = zip(slowest["dispatch_all"], slowest[combine_phase(place["combine_input"])], strict=True)
+        slowest[f"total_{place['combine_input']}"] = [a + b for a, b in total]
     return slowest
+
+
+def combine_phase(place: str) -> str:
+    """The key of `Samples.seconds` for combines whose rows lay at `place`."""
+    return f"combine_{place}"
+
+
+def by_place(seconds: dict[str, list[float]], phase: str) -> list[tuple[list[float], dict[str, Any]]]:
+    """Seconds by iteration and their labels: `combine` and `total` once for each place that combine's rows may lie at."""
+    if phase in seconds and phase != "combine":
+        return [(seconds[phase], {})]
+    return [(seconds[f"{phase}_{place}"], {"combine_input": place}) for place in (RECEIVED, ORDINARY) if f"{phase}_{place}" in seconds]
 
 
 def add_over_gloo(report: Report, arms: dict[str, dict[str, list[float]]], labels: dict[str, Any]) -> None:
     """gloo's median time over ours, by phase; our layout counts as dispatch, as theirs does."""
-    ours = {
-        phase: statistics.median(arms["expertwire"][key])
-        for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total"))
-    }
-    gloo = {phase: statistics.median(seconds) for phase, seconds in arms["gloo"].items()}
-    for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total")):
-        report.add("over_gloo", round(gloo[key] / ours[phase], 3), "×", **labels, engine="gloo", phase=phase)
+    ours, gloo = arms["expertwire"], {phase: statistics.median(seconds) for phase, seconds in arms["gloo"].items()}
     exchange = {"dispatch": gloo["dispatch_exchange"], "combine": gloo["combine_exchange"]}
     exchange["total"] = exchange["dispatch"] + exchange["combine"]
-    for phase, seconds in exchange.items():
-        report.add("over_gloo_exchange", round(seconds / ours[phase], 3), "×", **labels, engine="gloo", phase=phase)
+    whole = {"dispatch": gloo["dispatch_all"], "combine": gloo["combine"], "total": gloo[f"total_{ORDINARY}"]}
+    for name, theirs in (("over_gloo", whole), ("over_gloo_exchange", exchange)):
+        for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total")):
+            for seconds, place in by_place(ours, key):
+                ratio = theirs[phase] / statistics.median(seconds)
+                report.add(name, round(ratio, 3), "×", **labels, engine="gloo", phase=phase, **place)

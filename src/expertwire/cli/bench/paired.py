@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from expertwire.cli.bench.arms import Arm, Received
+from expertwire.cli.bench.ep import RECEIVED, combine_phase
 from expertwire.cli.launch import Rank
 from expertwire.ep.layout import expert_bounds
 
@@ -218,11 +219,16 @@ def measure(rank: Rank, arms: list[Arm], own: Inputs, expected: Expected, node_o
             dist.barrier()
             received = arm.dispatch(x, own.topk_idx, own.topk_weights)
             kept.faults += check_dispatch(received, expected)
-            y = expert_rows(received.rows, rank.rank, made)
+            outputs = {place: expert_rows(received.rows, rank.rank, made) for place in arm.combine_inputs if place != RECEIVED}
+            if RECEIVED in arm.combine_inputs:  # last, for it writes over what the others are made of
+                outputs[RECEIVED] = expert_rows(received.rows, rank.rank, received.rows)
             del received
-            dist.barrier()
-            combined = arm.combine(y)
-            kept.faults += check_combine(arm, combined, wanted)
+            for place in arm.combine_inputs if number % 2 else arm.combine_inputs[::-1]:
+                dist.barrier()
+                combined = arm.combine(outputs[place])
+                kept.faults += check_combine(arm, combined, wanted)
+                arm.seconds[combine_phase(place)] = arm.seconds["combine"]
+            del outputs, combined
             if number <= iterations:
                 for phase, seconds in arm.seconds.items():
                     kept.seconds.setdefault(phase, []).append(seconds)
