@@ -91,6 +91,7 @@ std::vector<std::byte> encode_blob(const Blob& blob) {
     writer.number(blob.process.boot);
     writer.number(blob.process.pid_namespace);
     writer.number(blob.instance);
+    writer.number(blob.barrier_epoch);
     writer.bytes(blob.provider.data(), blob.provider.size());
     writer.bytes(blob.address.data(), blob.address.size());
     writer.number(static_cast<std::uint32_t>(blob.regions.size()));
@@ -119,6 +120,7 @@ Blob decode_blob(std::span<const std::byte> bytes, std::uint32_t from_rank) {
     blob.process.boot = reader.number<std::uint64_t>("boot id");
     blob.process.pid_namespace = reader.number<std::uint64_t>("pid namespace");
     blob.instance = reader.number<std::uint64_t>("instance");
+    blob.barrier_epoch = reader.number<std::uint64_t>("barrier epoch");
     blob.provider = reader.text("provider");
     blob.address = reader.bytes("address");
     const auto regions = reader.number<std::uint32_t>("number of regions");

@@ -18,13 +18,14 @@ struct BlobRegion {
 };
 
 struct Blob {
-    static constexpr std::uint32_t version_now = 1;
+    static constexpr std::uint32_t version_now = 2;
 
     std::uint32_t version = version_now;
     std::uint32_t rank = 0;
     std::uint32_t size = 0;
     ProcessIdentity process;
-    std::uint64_t instance = 0;  // two contexts of one process differ in it
+    std::uint64_t instance = 0;       // two contexts of one process differ in it
+    std::uint64_t barrier_epoch = 0;  // the last that it had begun; who joins later counts on from it
     std::string provider;
     std::vector<std::byte> address;
     std::vector<BlobRegion> regions;

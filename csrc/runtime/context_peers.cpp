@@ -104,6 +104,7 @@ std::vector<std::byte> Context::blob() const {
     blob.size = state.options.size;
     blob.process = own_identity();
     blob.instance = state.instance;
+    blob.barrier_epoch = state.barrier_epoch.load(std::memory_order_relaxed);
     blob.provider = state.capabilities.provider;
     blob.address = state.provider->address(EndpointId{0});
     for (std::uint32_t i = 0; i < state.regions.size(); ++i) {
@@ -156,6 +157,9 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
         if (!again && on_this_host(blob)) state.count_rank_on_host(1);
     }
     if (!again && peer.blob.instance != 0 && peer.blob.instance != blob.instance) forget_words(state, peer, rank);
+    // Whoever joins ranks that have been at barriers before counts on from theirs.
+    std::uint64_t never_begun = 0;
+    if (!again) state.barrier_epoch.compare_exchange_strong(never_begun, blob.barrier_epoch, std::memory_order_relaxed);
     const ProcessIdentity process = blob.process;
     peer.blob = std::move(blob);
     peer.added.store(true, std::memory_order_release);

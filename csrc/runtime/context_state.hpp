@@ -129,7 +129,7 @@ struct ContextState {
     std::atomic<std::uint64_t> thread_sleeps{0}, thread_failures{0};
 
     std::mutex barrier_mutex;
-    std::uint64_t barrier_epoch = 0;               // the last begun
+    std::atomic<std::uint64_t> barrier_epoch{0};   // the last begun
     std::uint64_t barrier_mark = 0;                // what it orders behind
     std::atomic<std::uint64_t> barrier_stored{0};  // the last epoch stored to mapped peers
 

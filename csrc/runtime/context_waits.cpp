@@ -223,7 +223,7 @@ void Context::store_barrier(std::uint64_t epoch) {
         const TokenGuard guard(*this);
         if (!guard || !state.engine->reached(state.barrier_mark)) return;
     }
-    state.barrier_stored = state.barrier_epoch;
+    state.barrier_stored = state.barrier_epoch.load();
     const std::uint64_t told = state.barrier_epoch;
     for (PeerRecord& peer : state.peers) {
         if (!peer.shared.present()) continue;

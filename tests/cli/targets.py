@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from expertwire.cli.bench.arms import GlooArm
 from expertwire.cli.bench.ep import Setup, make_inputs
 from expertwire.cli.bench.paired import check_combine, check_dispatch, expect, expert_rows, ordered_sum, variant
 from expertwire.cli.launch import Rank
+from expertwire.cli.soak import worker as soaking
 from expertwire.errors import InvalidArgumentError, PeerError
 
 
@@ -82,3 +84,29 @@ def readme_example(rank: Rank, code: str) -> bool:
     combined = exchange(x, ids, torch.rand(6, 2), 6)
     copies = torch.tensor([1.0, 2.0, 1.0, 0.0, 2.0, 1.0])[:, None]
     return torch.equal(combined.float(), x.float() * copies)
+
+
+class _Damaged(soaking.Worker):
+    """A rank whose memory changes under it, once, before the last check."""
+
+    damage = ""
+
+    def _check_everything(self, outgoing: Any, incoming: Any, faults: Any) -> None:
+        if self.rank == 1 and self._iteration == 1:
+            pieces = [piece for transfer in incoming[0] if transfer.kind == "write" for piece in transfer.pieces]
+            if self.damage == "a counter":
+                self._counters[0] += 1
+            elif self.damage == "a byte beside them":
+                self._bytes["receive"][max(piece.place + piece.nbytes for piece in pieces)] ^= 1
+            else:
+                self._bytes["receive"][pieces[0].place] ^= 0x80
+        super()._check_everything(outgoing, incoming, faults)
+
+
+def soak_with_damage(rank: Rank, setup: soaking.Setup, what: str) -> soaking.Outcome:
+    """Two iterations of the soak, in which rank 1 must see one failure."""
+    worker = _Damaged(rank.rank, setup)
+    worker.damage = what
+    while worker.iterate(0.0):
+        continue
+    return worker.finish()

@@ -171,7 +171,7 @@ def test_the_readme_names_only_commands_that_exist() -> None:
     from expertwire.cli.main import COMMANDS
 
     offered = {" ".join(command.words) for command in COMMANDS}
-    named = set(re.findall(r"^expertwire ((?:bench )?[a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^expertwire ((?:(?:bench|soak) )?[a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert named
     assert named <= offered
 

@@ -44,6 +44,7 @@ COMMANDS = (
         "which libraries, providers and interfaces are here, which are chosen and why, and what is missing",
     ),
     Command(("bench", "ep"), "expertwire.cli.bench.ep", "time dispatch and combine, beside gloo if asked, every payload verified"),
+    Command(("soak", "fabric"), "expertwire.cli.soak.fabric", "random traffic with injected faults between processes, every byte checked"),
 )
 
 

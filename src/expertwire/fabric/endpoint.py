@@ -105,7 +105,9 @@ class Endpoint:
         return self.native.blob()
 
     def add_peer(self, rank: int, blob: bytes) -> None:
-        """Make `rank` reachable. Again with a newer blob: its new regions.
+        """Make `rank` reachable. Again with a newer blob: its new regions. After `remove_peer()` it may be another process under that rank.
+
+        Who comes back takes the number of the last barrier from the others' blobs, so they have to be made after that barrier.
 
         Raises `InvalidArgumentError` (rank, malformed blob), `MismatchError` (another version, provider or size), `PeerError` (gone).
         """

@@ -1,0 +1,1 @@
+"""Commands that keep going: random traffic, injected faults, every payload checked."""
