@@ -33,6 +33,7 @@ def serve(connection: Connection, rank: int, size: int, settings: Settings, argu
     """The life of one rank's process."""
     # The server of all ranks may have been started by a test of the launcher, which blocks Ctrl-C in it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.environ.update(arguments.pop("environment", {}))  # what libfabric reads when it is loaded
     from expertwire.fabric.endpoint import Endpoint
 
     with Endpoint(rank, size, settings, **{"counters": COUNTERS, **arguments}) as endpoint:
@@ -107,7 +108,7 @@ class Group:
 
 @contextmanager
 def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: Any) -> Iterator[Group]:
-    """`share`: the ranks map each other's regions, as ranks of one node do."""
+    """`share`: the ranks map each other's regions, as ranks of one node do. `environment`: of their processes; the rest is Endpoint's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "expertwire.fabric.native", "expertwire.fabric.endpoint"])
     members = []
