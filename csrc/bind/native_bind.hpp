@@ -2,8 +2,14 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
+#include <span>
+#include <string>
+#include <utility>
 
 #include "runtime/context.hpp"
 
@@ -20,6 +26,35 @@ namespace bind {
 struct PyContext {
     std::shared_ptr<runtime::Context> context;
 };
+
+// What Python's `Request` holds: dropping it gives the handle up.
+struct PyRequest {
+    std::shared_ptr<runtime::Context> context;
+    Ticket ticket;
+    std::uint32_t rank = 0;
+    std::atomic<bool> released{false};
+
+    PyRequest(std::shared_ptr<runtime::Context> owner, Ticket request, std::uint32_t peer)
+        : context(std::move(owner)), ticket(request), rank(peer) {}
+    ~PyRequest() { release(); }
+    void release() {
+        if (!released.exchange(true)) context->release(ticket);
+    }
+};
+
+OpKind parse_kind(const std::string& kind);  // throws Failure
+
+// Submits, waiting up to timeout_ms where the tables are full. Without the GIL. Throws Failure.
+std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                                        std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms);
+
+// native_batch.cpp
+using OffsetArray =
+    nanobind::ndarray<const std::uint64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+std::shared_ptr<PyRequest> submit_batch(const PyContext& self, std::uint32_t rank, const std::string& kind,
+                                        std::uint32_t local, std::uint32_t remote, std::uint64_t bytes,
+                                        const OffsetArray& offsets, const OffsetArray& remote_offsets,
+                                        std::uint32_t lane, std::int64_t timeout_ms);
 
 // Raises the pending KeyboardInterrupt, if any. Takes the GIL: call it between wait slices (≤ 50 ms apart).
 void check_signals();

@@ -32,6 +32,12 @@ void check_signals() {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
+OpKind parse_kind(const std::string& kind) {
+    if (kind == "write") return OpKind::write;
+    if (kind == "read") return OpKind::read;
+    throw Failure(FailureKind::invalid_argument, "kind is '" + kind + "'; it must be 'write' or 'read'");
+}
+
 namespace {
 
 constexpr TimeNs slice_ns = 50'000'000;  // Ctrl-C is answered within 100 ms (SPEC T19)
@@ -54,20 +60,6 @@ bool wait_in_slices(std::int64_t timeout_ms, Slice slice) {
         if (runtime::now_ns() >= deadline) return false;
     }
 }
-
-struct PyRequest {
-    std::shared_ptr<Context> context;
-    Ticket ticket;
-    std::uint32_t rank = 0;
-    std::atomic<bool> released{false};
-
-    PyRequest(std::shared_ptr<Context> owner, Ticket request, std::uint32_t peer)
-        : context(std::move(owner)), ticket(request), rank(peer) {}
-    ~PyRequest() { release(); }
-    void release() {
-        if (!released.exchange(true)) context->release(ticket);
-    }
-};
 
 std::string text(nb::handle value) {
     return nb::cast<std::string>(value);
@@ -148,12 +140,6 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
     return result;
 }
 
-OpKind parse_kind(const std::string& kind) {
-    if (kind == "write") return OpKind::write;
-    if (kind == "read") return OpKind::read;
-    throw Failure(FailureKind::invalid_argument, "kind is '" + kind + "'; it must be 'write' or 'read'");
-}
-
 std::shared_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, const std::string& kind,
                                   const std::vector<ChunkTuple>& chunks, const std::vector<SignalTuple>& signals,
                                   const std::optional<nb::bytes>& notification, bool delivered,
@@ -179,14 +165,7 @@ std::shared_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, con
         const auto* bytes = static_cast<const std::byte*>(notification->data());
         controls.push_back(context.notification(rank, {bytes, notification->size()}, Scope::request, 0));
     }
-    Engine::Submitted submitted{};
-    const bool taken = wait_in_slices(timeout_ms, [&](TimeNs until) {
-        submitted = context.submit(rank, specs, controls, delivered ? Level::delivered : Level::local, until);
-        return submitted.status != Status::would_block;
-    });
-    if (!taken) context.fail_full(rank, timeout_ms);
-    if (submitted.status != Status::ok) context.fail_submit(rank, submitted.status);
-    return std::make_shared<PyRequest>(self.context, submitted.request, rank);
+    return submit_specs(self, rank, specs, controls, delivered, timeout_ms);
 }
 
 int request_wait(PyRequest& self, std::int64_t timeout_ms) {
@@ -494,6 +473,21 @@ void bind_records(Class& cls) {
 }
 
 }  // namespace
+
+std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                                        std::span<const ControlSpec> controls, bool delivered,
+                                        std::int64_t timeout_ms) {
+    Context& context = *self.context;
+    Engine::Submitted submitted{};
+    const bool taken = wait_in_slices(timeout_ms, [&](TimeNs until) {
+        submitted = context.submit(rank, chunks, controls, delivered ? Level::delivered : Level::local, until);
+        return submitted.status != Status::would_block;
+    });
+    if (!taken) context.fail_full(rank, timeout_ms);
+    if (submitted.status != Status::ok) context.fail_submit(rank, submitted.status);
+    return std::make_shared<PyRequest>(self.context, submitted.request, rank);
+}
+
 }  // namespace bind
 
 void bind_context(nb::module_& module) {
@@ -539,6 +533,12 @@ void bind_context(nb::module_& module) {
              "lane)], sent once\n"
              "what they cover is there; notification: bytes or None, likewise. Full: waits up to timeout_ms, then "
              "DeadlineError.")
+        .def("submit_batch", &submit_batch, "rank"_a, "kind"_a, "local"_a, "remote"_a, "bytes"_a, "offsets"_a,
+             "remote_offsets"_a, "lane"_a, "timeout_ms"_a,
+             "One logical request of many chunks of the same size, from arrays: chunk i is `bytes` bytes between local "
+             "region\n"
+             "`local` at offsets[i] and remote region `remote` at remote_offsets[i] (uint64, one dimension). Otherwise "
+             "as submit().")
         .def_prop_ro("rank", [](const PyContext& self) { return self.context->rank(); })
         .def_prop_ro("size", [](const PyContext& self) { return self.context->size(); })
         .def_prop_ro("closed", [](const PyContext& self) { return self.context->closed(); });

@@ -118,6 +118,10 @@ class Context {
     // limit).
     ChunkSpec chunk(std::uint32_t rank, OpKind kind, RegionId local, std::uint64_t local_offset, RemoteRegionId remote,
                     std::uint64_t remote_offset, std::uint64_t bytes, std::uint32_t lane = 0) const;  // [control]
+    std::vector<ChunkSpec> chunks(std::uint32_t rank, OpKind kind, RegionId local,
+                                  std::span<const std::uint64_t> local_offsets, RemoteRegionId remote,
+                                  std::span<const std::uint64_t> remote_offsets, std::uint64_t bytes,
+                                  std::uint32_t lane = 0) const;  // [control] many of one size
     ControlSpec signal(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t operand,
                        Scope scope = Scope::request, std::uint32_t lane = 0) const;  // [control]
     ControlSpec notification(std::uint32_t rank, std::span<const std::byte> payload, Scope scope = Scope::request,

@@ -55,6 +55,29 @@ ChunkSpec Context::chunk(std::uint32_t rank, OpKind kind, RegionId local, std::u
     return {state_->peers[rank].lanes[lane], kind, local, local_offset, remote, remote_offset, bytes};
 }
 
+std::vector<ChunkSpec> Context::chunks(std::uint32_t rank, OpKind kind, RegionId local,
+                                       std::span<const std::uint64_t> local_offsets, RemoteRegionId remote,
+                                       std::span<const std::uint64_t> remote_offsets, std::uint64_t bytes,
+                                       std::uint32_t lane) const {
+    if (local_offsets.size() != remote_offsets.size())
+        fail_argument(rank, std::to_string(local_offsets.size()) + " local and " +
+                                std::to_string(remote_offsets.size()) + " remote offsets do not pair");
+    if (local_offsets.empty()) return {};
+    // The first is checked in full; what the others share with it holds for them too.
+    std::vector<ChunkSpec> specs(local_offsets.size(),
+                                 chunk(rank, kind, local, local_offsets[0], remote, remote_offsets[0], bytes, lane));
+    const std::shared_lock lock(state_->tables);
+    const RemoteRegion& target = state_->remote_at(rank, remote);
+    const RegionRecord& source = state_->region_at(local);
+    for (std::size_t i = 1; i < specs.size(); ++i) {
+        check_range(rank, "local", source.name, local_offsets[i], bytes, source.bytes);
+        check_range(rank, "remote", target.name, remote_offsets[i], bytes, target.bytes);
+        specs[i].local_offset = local_offsets[i];
+        specs[i].remote_offset = remote_offsets[i];
+    }
+    return specs;
+}
+
 ControlSpec Context::signal(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t operand,
                             Scope scope, std::uint32_t lane) const {
     const std::shared_lock lock(state_->tables);

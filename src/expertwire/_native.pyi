@@ -3,6 +3,10 @@ Expertwire's native core. Use expertwire.fabric and expertwire.ep; this module's
 """
 
 from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
 
 
 class Request:
@@ -136,6 +140,12 @@ class Context:
         One logical request. kind: 'write' or 'read'; chunks: [(local region, offset, remote region, offset, bytes, lane)];
         signals: [(remote region, byte offset (8-aligned), value added, scope 0 request|1 queue pair|2 peer, lane)], sent once
         what they cover is there; notification: bytes or None, likewise. Full: waits up to timeout_ms, then DeadlineError.
+        """
+
+    def submit_batch(self, rank: int, kind: str, local: int, remote: int, bytes: int, offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], remote_offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lane: int, timeout_ms: int) -> Request:
+        """
+        One logical request of many chunks of the same size, from arrays: chunk i is `bytes` bytes between local region
+        `local` at offsets[i] and remote region `remote` at remote_offsets[i] (uint64, one dimension). Otherwise as submit().
         """
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 
-from expertwire.errors import DeadlineError, ExpertwireError, StateError
+from expertwire.errors import DeadlineError, ExpertwireError, InvalidArgumentError, StateError
 from expertwire.fabric import Chunk, Endpoint, Region, Scope, Signal
 from fabric.ranks import DATA_BYTES
 
@@ -74,6 +74,27 @@ def read_back(endpoint: Endpoint, peer: int, length: int, seed: int) -> bool:
     region = data(endpoint)
     endpoint.read(peer, region, "data", length, offset=DATA_BYTES // 2, notification=b"read it").wait()
     return holds(endpoint, seed, length, DATA_BYTES // 2)
+
+
+def write_batch(endpoint: Endpoint, peer: int, count: int, nbytes: int) -> int:
+    """Writes of `nbytes` in one call, the last place first; how many operations the provider was given."""
+    before = endpoint.statistics().provider_posted
+    offsets = numpy.arange(count - 1, -1, -1, dtype=numpy.uint64) * numpy.uint64(nbytes)
+    endpoint.write_many(peer, data(endpoint), "data", nbytes, offsets, offsets).wait()
+    return endpoint.statistics().provider_posted - before
+
+
+def refused_batches(endpoint: Endpoint, peer: int) -> list[str]:
+    """What is said of batches that cannot be meant; nothing of them is sent."""
+    one, beyond, none = (numpy.array(values, dtype=numpy.uint64) for values in ([0], [0, DATA_BYTES - 8], []))
+    said = []
+    for local, remote in ((one, beyond), (beyond, numpy.zeros(2, numpy.uint64)), (numpy.zeros(2, numpy.uint64), beyond)):
+        try:
+            endpoint.write_many(peer, data(endpoint), "data", 16, local, remote)
+        except InvalidArgumentError as error:
+            said.append(str(error))
+    assert endpoint.write_many(peer, data(endpoint), "data", 16, none, none).done
+    return said
 
 
 def write_many_chunks(endpoint: Endpoint, peer: int, chunks: int, length: int) -> None:

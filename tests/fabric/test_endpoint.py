@@ -50,6 +50,20 @@ def test_many_chunks_end_once_and_the_signal_follows_all(two: Group) -> None:
     assert two[1].call(bodies.take_notifications, 1) == [(0, b"all of it")]
 
 
+def test_a_batch_crosses_in_one_call_and_carries_every_byte(two: Group) -> None:
+    for seed, count, length in ((21, 1, 8), (22, 300, 1000), (23, 512, 2000)):
+        two[0].call(bodies.place, seed, count * length)
+        assert two[0].call(bodies.write_batch, 1, count, length) >= count
+        assert two[1].call(bodies.holds, seed, count * length)
+
+
+def test_a_batch_that_cannot_be_meant_is_refused_whole(two: Group) -> None:
+    unpaired, source, target = two[0].call(bodies.refused_batches, 1)
+    assert "1 local and 2 remote offsets do not pair" in unpaired
+    assert "local region 'data' has 1048576 bytes; 16 bytes at offset 1048568" in source
+    assert "remote region 'data' has 1048576 bytes; 16 bytes at offset 1048568" in target
+
+
 @pytest.mark.parametrize(("settings", "length"), [(LOCAL, 65_536), (TCP, 7168), (TCP, 65_536)], ids=["local", "tcp-7k", "tcp-64k"])
 def test_a_signal_never_overtakes_its_payload(settings: Settings, length: int) -> None:
     with ranks(2, settings) as pair:

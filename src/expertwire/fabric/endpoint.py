@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from expertwire.errors import InvalidTypeError
 from expertwire.fabric.config import Settings
@@ -15,6 +15,9 @@ from expertwire.fabric.native import Context
 from expertwire.fabric.region import Region
 from expertwire.fabric.request import Chunk, Request, Scope, Signal, Watcher
 from expertwire.fabric.stats import Statistics
+
+if TYPE_CHECKING:
+    import numpy
 
 
 class Endpoint:
@@ -205,6 +208,29 @@ class Endpoint:
             self.timeout_ms if timeout_ms is None else timeout_ms,
         )
         return Request(self, native, kind if chunks else "signal")
+
+    def write_many(
+        self,
+        peer: int,
+        region: Region,
+        remote: str,
+        nbytes: int,
+        offsets: numpy.ndarray[Any, Any],
+        remote_offsets: numpy.ndarray[Any, Any],
+        *,
+        lane: int = 0,
+        timeout_ms: int | None = None,
+    ) -> Request:
+        """One request of many writes of `nbytes` bytes each: write i goes from `offsets[i]` of `region` to `remote_offsets[i]`.
+
+        Offsets are uint64 arrays of one length, in bytes. The whole batch crosses into the core at once; it ends once all of it is there.
+        Waits and raises as `submit()`; `InvalidArgumentError` where a range does not lie within its region.
+        """
+        region.require_open()
+        limit = self.timeout_ms if timeout_ms is None else timeout_ms
+        target = self._remote(peer, remote)
+        native = self.native.submit_batch(peer, "write", region.number, target, nbytes, offsets, remote_offsets, lane, limit)
+        return Request(self, native, "write")
 
     # ---- waits
 

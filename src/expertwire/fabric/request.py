@@ -39,6 +39,9 @@ class Status(enum.IntEnum):
     IO_ERROR = 13
 
 
+_STATUSES = tuple(Status)  # by number: a look at a tuple costs a tenth of a call of the enum
+
+
 class Scope(enum.IntEnum):
     """What a signal waits for: its request's chunks, everything before it on its lane, or everything before it to that peer."""
 
@@ -98,7 +101,7 @@ class Request:
 
     def status(self) -> Status:
         """One local load: no lock, no system call."""
-        return Status(self._native.status())
+        return _STATUSES[self._native.status()]
 
     def poll(self) -> Status:
         """Help the engine for at most 20 µs if nobody else does, then `status()`."""
