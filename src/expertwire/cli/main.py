@@ -43,6 +43,11 @@ COMMANDS = (
         "expertwire.cli.doctor",
         "which libraries, providers and interfaces are here, which are chosen and why, and what is missing",
     ),
+    Command(
+        ("bench", "fabric"),
+        "expertwire.cli.bench.fabric",
+        "writes between two processes: async, its synchronous fallback and the raw ceiling, in one run",
+    ),
     Command(("bench", "ep"), "expertwire.cli.bench.ep", "time dispatch and combine, beside gloo if asked, every payload verified"),
     Command(("soak", "fabric"), "expertwire.cli.soak.fabric", "random traffic with injected faults between processes, every byte checked"),
 )

@@ -107,7 +107,7 @@ def _gather(group: dist.ProcessGroup, size: int, mine: Any, timeout_ms: int) -> 
     return [pickle.loads(bytes(one[: int(length)].numpy())) for one, length in zip(received, lengths, strict=True)]
 
 
-def settings_for(provider: str | None, timeout_ms: int | None) -> Settings:
+def settings_for(provider: str | None, timeout_ms: int | None, sync_writes: bool | None = None) -> Settings:
     """The environment's settings, with what the caller gave in their place."""
     settings = Settings.from_environment()
     if provider is not None:
@@ -116,6 +116,8 @@ def settings_for(provider: str | None, timeout_ms: int | None) -> Settings:
         settings = dataclasses.replace(settings, provider=provider)
     if timeout_ms is not None:
         settings = dataclasses.replace(settings, timeout_ms=timeout_ms)
+    if sync_writes is not None:
+        settings = dataclasses.replace(settings, sync_writes=bool(sync_writes))
     if settings.hard_timeout() < settings.timeout_ms:
         raise InvalidArgumentError(
             f"timeout_ms is {settings.timeout_ms}; it must be at most EXPERTWIRE_HARD_TIMEOUT_MS, which is {settings.hard_timeout_ms}"

@@ -90,6 +90,7 @@ class Buffer:
         provider: str | None = None,
         timeout_ms: int | None = None,
         max_local_experts: int = 2048,
+        sync_writes: bool | None = None,
         **variants: object,
     ) -> None:
         """Exchange settings over `group`, prove which ranks share memory, and allocate.
@@ -107,6 +108,7 @@ class Buffer:
             provider: network provider, "tcp" or "local"; by default `EXPERTWIRE_PROVIDER`, else the best found.
             timeout_ms: deadline of each operation; by default `EXPERTWIRE_TIMEOUT_MS`, else 100,000.
             max_local_experts: most experts per rank that any dispatch will have.
+            sync_writes: post one write, wait for it, signal, then the next: the slow baseline; by default `EXPERTWIRE_SYNC_WRITES`.
             num_qps_per_rank, allow_*, and the variants `use_fabric`, `allow_nvlink_for_normal_mode`, `is_intranode`: taken for callers'
                 sake, they ask for nothing here.
 
@@ -150,6 +152,7 @@ class Buffer:
             node_of=node_of,
             provider=provider,
             timeout_ms=timeout_ms,
+            sync_writes=sync_writes,
         )
 
     # ---- statics

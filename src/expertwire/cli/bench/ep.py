@@ -8,6 +8,8 @@ A figure is the median over the iterations of the slowest rank's time; `low` and
   expertwire bench ep --against gloo --json ep.json    beside the exchange as users write it with gloo
   expertwire bench ep --smoke                          a quick check: 128 tokens, hidden 1024, 64 experts, top-4
   expertwire bench ep --tokens 0,128,1,77 --ranks 4    its own number of tokens for each rank
+  expertwire bench ep --loop 20 --ranks 2 --ranks-per-node 1                  sustained, beside the fallback and the raw ceiling
+  expertwire bench ep --loop 20 --ranks 2 --ranks-per-node 1 --shape 2gbit    the same where the wire is the limit (needs tc)
 """
 
 from __future__ import annotations
@@ -79,11 +81,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=2, help="iterations before them, checked but not counted (default 2)")
     parser.add_argument("--seed", type=int, default=1, help="of rows and routing (default 1)")
     parser.add_argument("--smoke", action="store_true", help="128 tokens, hidden 1024, 64 experts, top-4, whatever those options say")
+    parser.add_argument("--loop", type=float, metavar="SECONDS", help="sustained dispatch, async, synchronous and the raw loop in turn")
+    parser.add_argument("--microbatches", type=int, default=1, help="with --loop: also in so many overlapping parts (default 1: not)")
+    parser.add_argument("--shape", metavar="RATE", help="with --loop: in a network namespace whose loopback passes RATE, such as 2gbit")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the file."""
+    if args.loop is not None:
+        from expertwire.cli.bench import ep_loop
+
+        return ep_loop.run(args)
+    if args.shape is not None or args.microbatches != 1:
+        raise InvalidArgumentError("--shape and --microbatches are of --loop; give --loop SECONDS with them")
     setup = parse(args)
     report = Report("bench ep", {**asdict(setup), "routing": setup.routing})
     from expertwire.cli.launch import launch

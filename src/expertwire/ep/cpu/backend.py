@@ -157,9 +157,10 @@ class CpuBackend:
         node_of: Sequence[object] | None,
         provider: str | None,
         timeout_ms: int | None,
+        sync_writes: bool | None = None,
     ) -> CpuBackend:
         """Build this rank's part and wire it to the others. Collective."""
-        settings = settings_for(provider, timeout_ms)
+        settings = settings_for(provider, timeout_ms, sync_writes)
 
         def build(nodes: tuple[int, ...], chosen: Settings, hosts: int) -> Context:
             from expertwire.fabric.native import Context, Exchange
