@@ -66,7 +66,7 @@ def test_the_providers_queue_says_again_and_nothing_is_lost(path: str) -> None:
 
 def test_one_stopped_peer_leaves_slots_for_the_others() -> None:
     """It can hold a slot of its lane and one of the runtime's; two are left for the rest. (On local nothing is ever held.)"""
-    with ranks(4, FOUR[1], environment=TIGHT) as group:
+    with ranks(4, FOUR[1]) as group:  # not TIGHT: the one operation that libfabric takes then would be the stopped peer's
         group.all(bodies.barrier_in_order, 1)
         os.kill(group[3].pid, signal.SIGSTOP)
         try:
