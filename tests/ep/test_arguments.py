@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
-from ep import work
+from ep import odd, work
+from expertwire.ep import Buffer
+from expertwire.ep.layout import check_node_table
+from expertwire.errors import InvalidArgumentError
 from harness import World
 
 INVALID, TYPE, UNAVAILABLE = "InvalidArgumentError", "InvalidTypeError", "UnavailableError"
@@ -19,6 +23,8 @@ CALLS = {
     "layout no top-k": (INVALID, r"topk_idx has shape \[5, 0\]; top-k must be at least 1"),
     "layout experts 0": (INVALID, "num_experts is 0; it must be at least 1"),
     "layout experts float": (TYPE, r"num_experts must be an int, got 8\.0"),
+    "layout experts beyond": (INVALID, r"num_experts is 4097; it must be at most 4096: 2 ranks of max_local_experts=2048"),
+    "layout experts huge": (INVALID, "num_experts is 4611686018427387904; it must be at most 4096"),
     "layout not a tensor": (TYPE, r"topk_idx must be a torch\.Tensor, got list"),
     "layout event": (TYPE, "previous_event must be an EventOverlap or None, got int"),
     "layout allocate": (INVALID, "allocate_on_comm_stream is True with previous_event=None and async_finish=False; it needs both"),
@@ -81,6 +87,12 @@ CONSTRUCTIONS = {
     "timeout nan": (TYPE, "timeout_ms must be an int, got nan"),
     "timeout 0": (INVALID, "timeout_ms is 0; it must be at least 1"),
     "experts": (INVALID, "max_local_experts is 0; it must be at least 1"),
+    "nvl huge": (INVALID, "num_nvl_bytes is 4611686018427387904; it must be at most 281474976710656"),
+    "rdma huge": (INVALID, "num_rdma_bytes is 1180591620717411303424; it must be at most 281474976710656"),
+    "experts huge": (INVALID, "max_local_experts is 4611686018427387904; it must be at most 1048576"),
+    "timeout huge": (INVALID, "timeout_ms is 4611686018427387904; it must be at most 86400000"),
+    "nodes unhashable": (TYPE, r"node_of is \[\[0\], \[0\]\]; it must list hashable names of nodes"),
+    "nodes no list": (TYPE, "node_of is 7; it must list hashable names of nodes"),
     "group": (TYPE, r"group is a str; it must be a torch\.distributed ProcessGroup"),
     "nodes": (INVALID, r"node_of has 3 entries \(\[0, 0, 0\]\); the group has 2 ranks"),
     "provider": (TYPE, "provider must be a str, got 7"),
@@ -103,6 +115,25 @@ def test_wrong_constructions_are_named(world: World) -> None:
         for name, (kind, _, message) in errors.items():
             assert kind == CONSTRUCTIONS[name][0], f"{name}: {kind}: {message}"
             assert re.search(CONSTRUCTIONS[name][1], message), f"{name}: {message}"
+
+
+def test_a_plan_that_nothing_could_hold_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_max_recv_tokens is 4611686018427387904; it must be at most 2147483647"):
+        Buffer.memory_plan([0, 1], num_max_recv_tokens=1 << 62, hidden=7168)
+    with pytest.raises(InvalidArgumentError, match="hidden is 1099511627776; it must be at most 16777216"):
+        Buffer.memory_plan([0, 1], num_max_recv_tokens=1, hidden=1 << 40)
+    with pytest.raises(InvalidArgumentError, match="node_of has no entries"):
+        Buffer.memory_plan([])
+    largest = Buffer.memory_plan([0, 1], num_max_recv_tokens=(1 << 31) - 1, hidden=1 << 24, num_topk=1 << 16)[0]
+    assert largest.data_bytes > 2 << 55, "64 bits do not wrap within the limits"
+
+
+def test_nodes_may_be_a_tensor_and_count_by_value() -> None:
+    assert check_node_table("node_of", torch.tensor([0, 1, 1, 0]), 4) == (0, 1, 1, 0)
+
+
+def test_lazily_negated_weights_arrive_negated(world: World) -> None:
+    assert world.run(2, odd.negated_weights) == [[-2.0], [-2.0]]
 
 
 def test_construction_compares_ranks(world: World) -> None:

@@ -115,6 +115,8 @@ def bad_arguments(rank: Rank, node_of: Sequence[int]) -> dict[str, Described]:
         "layout no top-k": ask(ids[:, :0], EXPERTS),
         "layout experts 0": ask(ids, 0),
         "layout experts float": ask(ids, 8.0),
+        "layout experts beyond": ask(ids, 2048 * rank.size + 1),
+        "layout experts huge": ask(ids, 1 << 62),
         "layout not a tensor": ask(ids.tolist(), EXPERTS),
         "layout event": ask(ids, EXPERTS, previous_event=3),
         "layout allocate": ask(ids, EXPERTS, allocate_on_comm_stream=True),
@@ -192,6 +194,12 @@ def bad_construction(rank: Rank) -> dict[str, Described]:
             "timeout nan": make(timeout_ms=float("nan")),
             "timeout 0": make(timeout_ms=0),
             "experts": make(max_local_experts=0),
+            "nvl huge": make(num_nvl_bytes=1 << 62),
+            "rdma huge": make(num_rdma_bytes=1 << 70),
+            "experts huge": make(max_local_experts=1 << 62),
+            "timeout huge": make(timeout_ms=1 << 62),
+            "nodes unhashable": make(node_of=[[0]] * rank.size),
+            "nodes no list": make(node_of=7),
             "group": lambda: Buffer("world"),
             "nodes": make(node_of=[0] * (rank.size + 1)),
             "provider": make(provider=7),
@@ -428,7 +436,7 @@ def interrupted(rank: Rank, node_of: Sequence[int]) -> dict[str, Any]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def interrupt() -> None:
-            while not buffer._lock.locked():
+            while buffer._within != "dispatch":
                 os.sched_yield()
             sent.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)

@@ -14,11 +14,24 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from expertwire.ep import checks
-from expertwire.ep.config import COMBINE_TABLE, DISPATCH_TABLE, Config, low_latency_rdma_size_hint, nearest_config, require_int
+from expertwire.ep.config import (
+    COMBINE_TABLE,
+    DISPATCH_TABLE,
+    HIDDEN_MAX,
+    LOCAL_EXPERTS_MAX,
+    REGION_BYTES_MAX,
+    ROWS_MAX,
+    TOPK_MAX,
+    Config,
+    low_latency_rdma_size_hint,
+    nearest_config,
+    require_int,
+)
 from expertwire.ep.event import EventHandle, EventOverlap
 from expertwire.ep.handle import Handle
 from expertwire.ep.layout import check_node_table
 from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, StateError, UnavailableError
+from expertwire.fabric.config import TIMEOUT_MS_MAX
 
 if TYPE_CHECKING:
     from expertwire.ep.cpu.backend import CpuBackend
@@ -122,12 +135,12 @@ class Buffer:
         for name, value in (("low_latency_mode", low_latency_mode), ("enable_shrink", enable_shrink)):
             if value:
                 raise UnavailableError(f"{name} is {value!r}; it is not there yet, this version has the high-throughput mode alone")
-        self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, 0)
-        self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, 0)
+        self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, 0, REGION_BYTES_MAX)
+        self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, 0, REGION_BYTES_MAX)
         require_int("num_qps_per_rank", num_qps_per_rank, 1)
-        require_int("max_local_experts", max_local_experts, 1)
+        self._local_experts_max = require_int("max_local_experts", max_local_experts, 1, LOCAL_EXPERTS_MAX)
         if timeout_ms is not None:
-            require_int("timeout_ms", timeout_ms, 1)
+            require_int("timeout_ms", timeout_ms, 1, TIMEOUT_MS_MAX)
         self.group = group
         self.low_latency_mode = False
         self.explicitly_destroy = bool(explicitly_destroy)
@@ -141,7 +154,9 @@ class Buffer:
             node_of = check_node_table("node_of", node_of, launch.size)
         self._identity = _Identity(next(_numbers), self.rank)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        # Taken again by the thread that has it where a signal handler or a finalizer runs within a call; `_within` says so.
+        self._lock = threading.RLock()
+        self._within = ""  # the operation of the thread that has the lock
         self._state = _State.live
         self._first_error = ""
         self.runtime: CpuBackend = CpuBackend.open(
@@ -209,13 +224,13 @@ class Buffer:
         from expertwire.ep.cpu.backend import memory_plan
 
         sizes = memory_plan(
-            check_node_table("node_of", node_of, len(node_of)),
-            data_bytes=require_int("num_nvl_bytes", num_nvl_bytes, 0),
-            staging_bytes_max=require_int("num_rdma_bytes", num_rdma_bytes, 0),
-            local_experts_max=require_int("max_local_experts", max_local_experts, 1),
-            rows=require_int("num_max_recv_tokens", num_max_recv_tokens, 0),
-            row_bytes=2 * require_int("hidden", hidden, 0),
-            topk=require_int("num_topk", num_topk, 0),
+            check_node_table("node_of", node_of),
+            data_bytes=require_int("num_nvl_bytes", num_nvl_bytes, 0, REGION_BYTES_MAX),
+            staging_bytes_max=require_int("num_rdma_bytes", num_rdma_bytes, 0, REGION_BYTES_MAX),
+            local_experts_max=require_int("max_local_experts", max_local_experts, 1, LOCAL_EXPERTS_MAX),
+            rows=require_int("num_max_recv_tokens", num_max_recv_tokens, 0, ROWS_MAX),
+            row_bytes=2 * require_int("hidden", hidden, 0, HIDDEN_MAX),
+            topk=require_int("num_topk", num_topk, 0, TOPK_MAX),
         )
         return [MemoryPlan(*size) for size in sizes]
 
@@ -238,7 +253,7 @@ class Buffer:
 
     def statistics(self) -> dict[str, int]:
         """Counters of the transport, a snapshot: what was posted to other nodes, completed, retried and so on."""
-        with self._calling("statistics"):
+        with self._holding("statistics"):
             return self.runtime.statistics()
 
     def __repr__(self) -> str:
@@ -261,7 +276,7 @@ class Buffer:
             raise UnavailableError("use_rdma_buffer is True; it is the low-latency mode's buffer, which is not there yet")
         if not isinstance(dtype, torch.dtype):
             raise InvalidTypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        with self._calling("get_local_buffer_tensor"):
+        with self._holding("get_local_buffer_tensor"):
             total = self.runtime.data_bytes
             start = require_int("offset", offset, 0, total)
             if start % dtype.itemsize:
@@ -297,8 +312,13 @@ class Buffer:
         """
         checks.events(None, previous_event, async_finish, allocate_on_comm_stream)
         experts = require_int("num_experts", num_experts, 1)
+        if experts > (most := self.group_size * self._local_experts_max):
+            raise InvalidArgumentError(
+                f"num_experts is {experts}; it must be at most {most}: "
+                f"{self.group_size} ranks of max_local_experts={self._local_experts_max}"
+            )
         ids = checks.expert_ids("topk_idx", topk_idx)
-        with self._calling("get_dispatch_layout"):
+        with self._holding("get_dispatch_layout"):
             per_rank, per_node, per_expert, in_rank = self.runtime.layout(ids, experts)
         return per_rank, per_node if self.num_nodes > 1 else None, per_expert, in_rank, _event(async_finish)
 
@@ -414,30 +434,50 @@ class Buffer:
         """Release everything. Collective, and may be called again. Tensors that an operation returned stay valid.
 
         Waits for the other ranks only briefly: they may destroy their Buffers in another order. Of a failed Buffer it waits for nobody.
+        Waits for a call of another thread to end, which its deadline does. Within a call of this thread (from a signal handler) it returns
+        at once, and the Buffer is released when that call has ended.
         """
         checks.not_forked(os.getpid(), self._pid)
         with self._lock:
             was, self._state = self._state, _State.destroyed
-            if was is not _State.destroyed:
+            if was is not _State.destroyed and not self._within:
                 self.runtime.close(linger=was is _State.live)
 
     @contextmanager
     def _calling(self, operation: str) -> Iterator[None]:
         """One call at a time; what ends a call half-way fails the Buffer, for rows of that call may still arrive."""
-        checks.not_forked(os.getpid(), self._pid)
-        patience_ms = 2 * self.runtime.timeout_ms
-        if not self._lock.acquire(timeout=patience_ms / 1000):
-            raise DeadlineError(f"rank {self.rank}: {operation} waited {patience_ms} ms for the call of another thread to end")
-        try:
-            self._require_live(operation)
+        with self._holding(operation):
             try:
                 yield
             except checks.UNSENT:
                 raise
             except BaseException as error:
-                self._state = _State.failed
-                self._first_error = f"{operation}: {type(error).__name__}: {error}"
+                if self._state is _State.live:
+                    self._state = _State.failed
+                    self._first_error = f"{operation}: {type(error).__name__}: {error}"
                 raise
+
+    @contextmanager
+    def _holding(self, operation: str) -> Iterator[None]:
+        """The lock, of a live Buffer. Whatever fails meanwhile is the caller's alone: nothing was sent."""
+        checks.not_forked(os.getpid(), self._pid)
+        patience_ms = 2 * self.runtime.timeout_ms
+        if not self._lock.acquire(timeout=patience_ms / 1000):
+            raise DeadlineError(f"rank {self.rank}: {operation} waited {patience_ms} ms for the call of another thread to end")
+        try:
+            if self._within:
+                raise StateError(
+                    f"rank {self.rank}: {operation} was called within {self._within} of the same thread, as a signal handler or a "
+                    "finalizer does; only destroy works there"
+                )
+            self._require_live(operation)
+            self._within = operation
+            try:
+                yield
+            finally:
+                self._within = ""
+                if self._state is _State.destroyed:  # from within
+                    self.runtime.close(linger=False)
         finally:
             self._lock.release()
 

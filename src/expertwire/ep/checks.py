@@ -33,7 +33,7 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Seque
     if value.dim() != len(shape) or any(want is not None and got != want for got, want in zip(value.shape, shape, strict=True)):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise InvalidArgumentError(f"{name} has shape {list(value.shape)}; it must be [{wanted}]")
-    return value.detach().contiguous()
+    return value.detach().resolve_neg().contiguous()  # a lazily negated view is contiguous and has the wrong bytes
 
 
 def rows(name: str, value: object, count: int | None = None, hidden: int | None = None) -> torch.Tensor:

@@ -50,6 +50,13 @@ _HINT_TOPK = 16
 _HINT_META_BYTES = 4 + _HINT_TOPK * 12
 _ALIGNMENT = 128
 
+# Limits of what a Buffer is asked for, all far above what any machine has: what exceeds them is a mistake, or would overflow the core.
+REGION_BYTES_MAX = 1 << 48
+LOCAL_EXPERTS_MAX = 1 << 20
+ROWS_MAX = (1 << 31) - 1  # a row's source is an int32
+HIDDEN_MAX = 1 << 24
+TOPK_MAX = 1 << 16
+
 
 def require_int(name: str, value: object, least: int, most: int | None = None) -> int:
     """`value` as an int in [least, most]. Raises `InvalidTypeError` or `InvalidArgumentError` naming all three."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from expertwire.errors import InvalidArgumentError
+from expertwire.errors import InvalidArgumentError, InvalidTypeError
 
 
 def expert_bounds(num_experts: int, ranks: int) -> list[int]:
@@ -23,8 +23,17 @@ def number_nodes(node_of: Sequence[object]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(name, len(numbers)) for name in node_of)
 
 
-def check_node_table(name: str, node_of: Sequence[object], ranks: int) -> tuple[int, ...]:
-    """A node table as numbers. Raises `InvalidArgumentError` when it does not have one entry per rank."""
-    if len(node_of) != ranks:
-        raise InvalidArgumentError(f"{name} has {len(node_of)} entries ({list(node_of)}); the group has {ranks} ranks")
-    return number_nodes(node_of)
+def check_node_table(name: str, node_of: Sequence[object], ranks: int | None = None) -> tuple[int, ...]:
+    """A node table as numbers. Raises `InvalidArgumentError` when it does not have one entry per rank.
+
+    Of an array or a tensor the numbers count: its elements may be hashed by identity.
+    """
+    try:
+        names = list(getattr(node_of, "tolist", lambda: node_of)())
+        if ranks is not None and len(names) != ranks:
+            raise InvalidArgumentError(f"{name} has {len(names)} entries ({names}); the group has {ranks} ranks")
+        if not names:
+            raise InvalidArgumentError(f"{name} has no entries; it needs one for each rank")
+        return number_nodes(names)
+    except TypeError as error:
+        raise InvalidTypeError(f"{name} is {node_of!r}; it must list hashable names of nodes, as numbers are: {error}") from error
