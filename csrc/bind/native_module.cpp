@@ -1,4 +1,11 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <utility>
+
 #include "bind/native_bind.hpp"
+#include "runtime/memory_limit.hpp"
 
 NB_MODULE(_native, module) {
     // Objects that are alive when the interpreter ends are the user's choice (SPEC E14), not a leak of ours.
@@ -8,4 +15,13 @@ NB_MODULE(_native, module) {
     expertwire::bind_provider(module);
     expertwire::bind_exchange(module);
     expertwire::bind_liveness(module);
+    module.def(
+        "memory_available",
+        [] {
+            const expertwire::runtime::MemoryLimit limit = expertwire::runtime::memory_limit();
+            return std::pair<std::uint64_t, std::string>(limit.available_bytes, limit.source);
+        },
+        "(bytes, where that is written): how much memory this process may still take. Allocating a region beyond it "
+        "does "
+        "not fail, the kernel kills somebody.");
 }

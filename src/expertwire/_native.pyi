@@ -454,3 +454,8 @@ class LivenessProbe:
     def state(self, rank: int) -> str: ...
 
     def undecided(self, rank: int, since_ms: int) -> bool: ...
+
+def memory_available() -> tuple[int, str]:
+    """
+    (bytes, where that is written): how much memory this process may still take. Allocating a region beyond it does not fail, the kernel kills somebody.
+    """

@@ -15,7 +15,7 @@ import pytest
 from expertwire.ep import bootstrap
 from expertwire.ep.bootstrap import Launch, agree, launch_of, settings_for
 from expertwire.ep.neighbours import Door, Neighbour
-from expertwire.errors import InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
+from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
 from expertwire.fabric.config import Settings
 
 
@@ -92,14 +92,14 @@ def test_settings_and_tables_are_compared_before_anything_is_made() -> None:
 
     def with_settings(launch: Launch) -> Any:
         mine = replace(settings, liveness="heartbeat") if launch.rank == 1 else settings
-        return bootstrap.connect(launch, mine, None, {}, unused)
+        return bootstrap.connect(launch, mine, None, {}, unused, unused)
 
     for result in Ranks(3).run(with_settings):
         assert isinstance(result, MismatchError)
         assert "EXPERTWIRE_LIVENESS: rank 0 has 'auto', rank 1 has 'heartbeat'" in str(result)
 
     def with_tables(launch: Launch) -> Any:
-        return bootstrap.connect(launch, settings, [0, 0, launch.rank // 2], {}, unused)
+        return bootstrap.connect(launch, settings, [0, 0, launch.rank // 2], {}, unused, unused)
 
     for result in Ranks(3).run(with_tables):
         assert isinstance(result, MismatchError)
@@ -108,11 +108,30 @@ def test_settings_and_tables_are_compared_before_anything_is_made() -> None:
 
 def test_a_table_of_the_wrong_length_is_refused_everywhere() -> None:
     def work(launch: Launch) -> Any:
-        return bootstrap.connect(launch, Settings(), [0, 1], {}, lambda *_: pytest.fail("built"))
+        return bootstrap.connect(launch, Settings(), [0, 1], {}, lambda *_: pytest.fail("built"), lambda _: 0)
 
     for result in Ranks(3).run(work):
         assert isinstance(result, InvalidArgumentError)
         assert "node_of has 2 entries ([0, 1]); the group has 3 ranks" in str(result)
+
+
+def test_ranks_that_share_memory_are_counted_together_before_any_allocates() -> None:
+    each = int(0.6 * bootstrap.memory_of(0).available_bytes)  # one could have it, two would get somebody killed
+
+    def work(launch: Launch) -> Any:
+        return bootstrap.connect(launch, Settings(provider="local"), [0, 1], {}, lambda *_: pytest.fail("built"), lambda _: each)
+
+    for rank, result in enumerate(Ranks(2).run(work)):
+        assert isinstance(result, CapacityError)
+        assert f"rank {rank}: no Buffer, because the 2 ranks that share one memory (ranks [0, 1]) need {2 * each} bytes" in str(result)
+        assert "are available (" in str(result)
+
+
+def test_only_ranks_of_one_memory_are_counted_together() -> None:
+    here, there = bootstrap.Memory(6, 10, ("a",), "A"), bootstrap.Memory(7, 10, ("b",), "B")
+    bootstrap.check_memory(0, [here, there])
+    with pytest.raises(CapacityError, match=r"ranks \[1, 2\]\) need 14 bytes .* rank 1 the most with 7, and 10 are available \(B\)"):
+        bootstrap.check_memory(0, [here, there, there])
 
 
 def test_a_provider_by_name_turns_the_same_host_path_off() -> None:

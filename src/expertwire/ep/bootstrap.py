@@ -8,6 +8,7 @@ inherit `LOCAL_RANK=0`, and a group may be smaller than the world.
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,16 @@ import torch.distributed as dist
 import expertwire
 from expertwire.ep.layout import check_node_table
 from expertwire.ep.neighbours import Door, Neighbour
-from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, MismatchError, PeerError, StateError, UnavailableError
+from expertwire.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MismatchError,
+    PeerError,
+    StateError,
+    UnavailableError,
+)
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import choose_provider, nodes_from_pairs
 
@@ -55,6 +65,16 @@ class _Hello:
     facts: dict[str, str]
     table: tuple[int, ...] | None
     neighbour: Neighbour
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank is about to allocate, and how much it may, as it stood before anyone allocated."""
+
+    needed_bytes: int
+    available_bytes: int
+    pool: tuple[object, ...]  # ranks with the same one take from the same memory
+    source: str  # where the limit is written
 
 
 def launch_of(group: object, comm: object = None, timeout_ms: int = 100_000) -> Launch:
@@ -153,6 +173,34 @@ def agree(rank: int, facts: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
+def memory_of(needed_bytes: int) -> Memory:
+    """This rank's part of what `check_memory` compares."""
+    from expertwire.fabric.native import memory_available
+
+    available, source = memory_available()
+    try:
+        container = os.stat("/proc/self/ns/cgroup").st_ino  # the same path is another group in another container
+    except OSError:
+        container = 0
+    return Memory(needed_bytes, available, (boot_id(), container, source), source)
+
+
+def check_memory(rank: int, memories: Sequence[Memory]) -> None:
+    """Raises `CapacityError` where the ranks that take from one memory ask for more than it has. Each by itself could be served, all at
+    once they would not get an error: the kernel kills a process, perhaps somebody else's."""
+    for pool in dict.fromkeys(memory.pool for memory in memories):
+        sharing = [place for place, memory in enumerate(memories) if memory.pool == pool]
+        needed = sum(memories[place].needed_bytes for place in sharing)
+        available = min(memories[place].available_bytes for place in sharing)
+        if needed > available:
+            most = max(sharing, key=lambda place: memories[place].needed_bytes)
+            raise CapacityError(
+                f"rank {rank}: no Buffer, because the {len(sharing)} ranks that share one memory (ranks {sharing}) need {needed} bytes for "
+                f"their regions, rank {most} the most with {memories[most].needed_bytes}, and {available} are available "
+                f"({memories[sharing[0]].source}); give a smaller num_nvl_bytes or num_rdma_bytes, or free memory"
+            )
+
+
 def boot_id() -> str:
     """Names this boot of this kernel; only a first filter, since nodes are proved by mapping. Empty where it cannot be read."""
     try:
@@ -203,8 +251,10 @@ def connect(
     node_of: Sequence[object] | None,
     facts: Mapping[str, str],
     build: Callable[[tuple[int, ...], Settings, int], Context],
+    needed_bytes: Callable[[tuple[int, ...]], int],
 ) -> Wiring:
     """Compare settings and facts, prove nodes, let `build(node_of, settings, hosts)` make a context with its regions, and wire it.
+    `needed_bytes(node_of)` says first how much that will allocate.
 
     Collective. A failure on any rank is raised on all of them.
     """
@@ -212,8 +262,10 @@ def connect(
         table, neighbours = _meet(launch, door, settings, node_of, facts)
         nodes = _proved_nodes(launch, door, neighbours, table)
         hosts = len({one.boot for one in neighbours})
-        providers = _together(launch, lambda: _choose_provider(settings, nodes, hosts))
+        plans = _together(launch, lambda: (_choose_provider(settings, nodes, hosts), memory_of(needed_bytes(nodes))))
+        providers = [name for name, _ in plans]
         agree(launch.rank, [{"provider": name} for name in providers])
+        check_memory(launch.rank, [memory for _, memory in plans])
         chosen = dataclasses.replace(settings, provider=providers[launch.rank])
         made: list[Context] = []
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from expertwire._native import Context, DispatchResult, Exchange, ExchangeHandle, Request, status_name
+from expertwire._native import Context, DispatchResult, Exchange, ExchangeHandle, Request, memory_available, status_name
 
-__all__ = ["Context", "DispatchResult", "Exchange", "ExchangeHandle", "Request", "status_name"]
+__all__ = ["Context", "DispatchResult", "Exchange", "ExchangeHandle", "Request", "memory_available", "status_name"]

@@ -163,8 +163,6 @@ class CpuBackend:
         settings = settings_for(provider, timeout_ms, sync_writes)
 
         def build(nodes: tuple[int, ...], chosen: Settings, hosts: int) -> Context:
-            from expertwire.fabric.native import Context, Exchange
-
             slots, slot_bytes = ring_geometry(nodes, local_experts_max, staging_bytes_max)
             layout = Exchange.layout(launch.rank, list(nodes), local_experts_max, slots, slot_bytes)
             context = Context(launch.rank, launch.size, context_options(chosen, hosts))
@@ -173,10 +171,13 @@ class CpuBackend:
             context.create_region("data", align_up(data_bytes or DATA_BYTES, EXTENT_ALIGNMENT))
             return context
 
-        facts = {"device": "cpu", "max_local_experts": str(local_experts_max), "num_rdma_bytes": str(staging_bytes_max)}
-        wiring = connect(launch, settings, node_of, facts, build)
-        from expertwire.fabric.native import Exchange
+        def needed_bytes(nodes: tuple[int, ...]) -> int:
+            slots, slot_bytes = ring_geometry(nodes, local_experts_max, staging_bytes_max)
+            layout = Exchange.layout(launch.rank, list(nodes), local_experts_max, slots, slot_bytes)
+            return int(layout["control_bytes"] + max(layout["staging_bytes"], 64)) + align_up(data_bytes or DATA_BYTES, EXTENT_ALIGNMENT)
 
+        facts = {"device": "cpu", "max_local_experts": str(local_experts_max), "num_rdma_bytes": str(staging_bytes_max)}
+        wiring = connect(launch, settings, node_of, facts, build, needed_bytes)
         slots, slot_bytes = ring_geometry(wiring.node_of, local_experts_max, staging_bytes_max)
         exchange = Exchange(wiring.context, list(wiring.node_of), local_experts_max, slots, slot_bytes)
         return cls(launch, wiring, exchange, settings.timeout_ms)
