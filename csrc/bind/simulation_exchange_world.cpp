@@ -42,16 +42,21 @@ ControlSpec SimulatedPort::signal(std::uint32_t rank, std::uint64_t word_offset,
 }
 
 std::optional<Ticket> SimulatedPort::put(const Put& put) {
-    ChunkSpec chunk;
-    chunk.queue_pair = lanes_[put.rank][random_.below(lanes_[put.rank].size())];
-    chunk.local = RegionId{static_cast<std::uint32_t>(put.from)};
-    chunk.local_offset = put.from_offset;
-    chunk.remote = SimulatedNetwork::remote_region(put.rank, static_cast<std::uint32_t>(put.to), kRegions);
-    chunk.remote_offset = put.to_offset;
-    chunk.bytes = put.bytes;
+    std::vector<ChunkSpec> chunks;
+    for (const Piece& piece : {put.head, put.tail}) {
+        if (piece.bytes == 0) continue;
+        ChunkSpec chunk;
+        chunk.queue_pair = lanes_[put.rank][random_.below(lanes_[put.rank].size())];
+        chunk.local = RegionId{static_cast<std::uint32_t>(piece.from)};
+        chunk.local_offset = piece.from_offset;
+        chunk.remote = SimulatedNetwork::remote_region(put.rank, static_cast<std::uint32_t>(piece.to), kRegions);
+        chunk.remote_offset = piece.to_offset;
+        chunk.bytes = piece.bytes;
+        chunks.push_back(chunk);
+    }
     const ControlSpec control = signal(put.rank, put.word_offset, put.delta);
     const Engine::Submitted result =
-        engine_.submit(PeerId{put.rank}, {&chunk, 1}, {&control, 1}, Level::delivered, network_.now());
+        engine_.submit(PeerId{put.rank}, chunks, {&control, 1}, Level::delivered, network_.now());
     if (result.status != Status::ok) {
         ++pushed_back_;
         return std::nullopt;

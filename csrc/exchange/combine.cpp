@@ -51,6 +51,7 @@ void Combine::place_input(NotifyHeader& header) {
     weights_offset_ = request_.offer_offset + extent.weights;
     if (!copies_rows_ && request_.rows > 0 && inside(request_.x, request_.rows * request_.row_bytes)) {
         rows_offset_ = static_cast<std::uint64_t>(request_.x - data);
+        sends_whole_ = exchange_.nodes().size(exchange_.node()) == 1;
     }
     if (!copies_weights_ && weight_bytes > 0 && inside(weights, weight_bytes)) {
         weights_offset_ = static_cast<std::uint64_t>(weights - data);
@@ -133,7 +134,8 @@ void Combine::open_rings() {
 std::uint64_t Combine::move(std::uint64_t budget) {
     std::uint64_t moved = copy_in(budget);
     for (std::size_t i = 0; i < outgoing_.size() && moved < budget; ++i) {
-        moved += reduce_for(outgoing_[(turn_ + i) % outgoing_.size()], budget - moved);
+        Outgoing& out = outgoing_[(turn_ + i) % outgoing_.size()];
+        moved += sends_whole_ ? send_whole(out, budget - moved) : reduce_for(out, budget - moved);
     }
     if (!outgoing_.empty()) turn_ = (turn_ + 1) % outgoing_.size();
     for (Incoming& in : incoming_) moved += in.ring.flush() ? 1 : 0;
@@ -232,15 +234,41 @@ std::uint64_t Combine::reduce_for(Outgoing& out, std::uint64_t budget) {
         moved += (sum_rows_.size() + 1) * request_.row_bytes;
         ++out.token;
         ++out.filled;
-        if (out.filled == chunk_.capacity || out.token == out.tokens) close_chunk(out);
+        if (out.filled == chunk_.capacity || out.token == out.tokens) {
+            close_chunk(out, chunk_.bytes(out.filled, request_.row_bytes));
+        }
     }
     return moved;
 }
 
-void Combine::close_chunk(Outgoing& out) {
+// The rows of a home lie behind each other here, one for each of its tokens. A sum of one row may differ from the row
+// in the sign of a zero and in which NaN it is; the home's sum, which begins at +0, is the same bits for both.
+std::uint64_t Combine::send_whole(Outgoing& out, std::uint64_t budget) {
+    std::uint64_t moved = out.ring.flush() ? 1 : 0;
+    while (out.token < out.tokens && moved < budget) {
+        out.slot = out.ring.open();
+        if (out.slot == nullptr) return moved;
+        const std::uint64_t first = out.next.front();
+        out.filled = static_cast<std::uint32_t>(std::min<std::uint64_t>(chunk_.capacity, out.tokens - out.token));
+        const std::uint64_t bytes = out.filled * request_.row_bytes;
+        if (request_.topk > 0) {
+            std::memcpy(out.slot + chunk_.weights, request_.weights + first * request_.topk,
+                        out.filled * request_.topk * sizeof(float));
+        }
+        out.next.front() += out.filled;
+        out.token += out.filled;
+        close_chunk(out, chunk_.rows,
+                    {Region::data, rows_offset_ + first * request_.row_bytes, Region::staging,
+                     out.ring.peer_slot() + chunk_.rows, bytes});
+        moved += bytes;
+    }
+    return moved;
+}
+
+void Combine::close_chunk(Outgoing& out, std::uint64_t bytes, const Port::Piece& apart) {
     const ChunkHeader header{epoch_, static_cast<std::uint32_t>(out.token - out.filled), out.filled};
     std::memcpy(out.slot, &header, sizeof header);
-    out.ring.close(chunk_.bytes(out.filled, request_.row_bytes));
+    out.ring.close(bytes, apart);
     out.filled = 0;
     out.slot = nullptr;
 }

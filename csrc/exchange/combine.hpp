@@ -66,6 +66,7 @@ class Combine final : public Operation {
     void open_rings();
     std::uint64_t copy_in(std::uint64_t budget);
     std::uint64_t reduce_for(Outgoing& out, std::uint64_t budget);
+    std::uint64_t send_whole(Outgoing& out, std::uint64_t budget);
     std::uint64_t reduce_home(std::uint64_t budget);
     Taken take_near(const std::uint8_t* present);
     Taken take_far(Incoming& in, const std::uint8_t* present);
@@ -74,7 +75,7 @@ class Combine final : public Operation {
     bool readable(Input& input, std::uint64_t row);
     bool load_chunk(Incoming& in);
     void add_row(const std::byte* row, const std::byte* weights);
-    void close_chunk(Outgoing& out);
+    void close_chunk(Outgoing& out, std::uint64_t bytes, const Port::Piece& apart = {});
     void finish_reading();
     rows::Sum sum_of(const std::vector<const std::byte*>& rows) const;
 
@@ -85,6 +86,7 @@ class Combine final : public Operation {
     const ChunkShape chunk_;
     bool copies_rows_ = false;
     bool copies_weights_ = false;
+    bool sends_whole_ = false;       // my node is I alone and my input is in place: nothing to sum before it leaves
     std::uint64_t rows_offset_ = 0;  // of my input in my data region
     std::uint64_t weights_offset_ = 0;
     std::vector<Stretch> stretches_;  // to be copied

@@ -21,7 +21,8 @@ Dispatch::Dispatch(Exchange& exchange, const DispatchRequest& request, std::shar
       made_(std::move(made)),
       routing_(made_ ? made_.get() : handle_.get()),
       store_(request.row_bytes >= kStreamBytes ? rows::Store::streaming : rows::Store::cached),
-      has_weights_(request.topk_weights != nullptr) {
+      has_weights_(request.topk_weights != nullptr),
+      alone_(exchange.nodes().size(exchange.node()) == 1) {
     if (made_) made_->epoch = epoch_;
     NotifyHeader header;
     header.row_bytes = request_.row_bytes;
@@ -285,7 +286,16 @@ void Dispatch::pack_row(Outgoing& out, const std::uint64_t* mask) {
 void Dispatch::close_chunk(Outgoing& out) {
     const ChunkHeader header{epoch_, out.packed, out.filled};
     std::memcpy(out.slot, &header, sizeof header);
-    out.ring.close(out.chunk.bytes(out.filled, request_.row_bytes));
+    if (exchange_.nodes().size(out.node) == 1) {
+        const std::uint32_t target = out.ring.peer();  // nobody to forward to: its rows need no stop in the ring there
+        const std::uint64_t first = routing_->offset(exchange_.rank(), target) + out.packed;
+        const auto slot = static_cast<std::uint64_t>(out.slot - exchange_.mine().staging);
+        out.ring.close(out.chunk.rows,
+                       {Region::staging, slot + out.chunk.rows, Region::data,
+                        notify(target).offer_offset + first * request_.row_bytes, out.filled * request_.row_bytes});
+    } else {
+        out.ring.close(out.chunk.bytes(out.filled, request_.row_bytes));
+    }
     out.packed += out.filled;
     out.filled = 0;
     out.slot = nullptr;
@@ -320,7 +330,7 @@ std::uint64_t Dispatch::forward(Incoming& in, std::uint64_t budget) {
         }
         for (; in.row < header.rows && moved < budget; ++in.row) {
             if (!forward_row(in, chunk)) return moved;
-            moved += request_.row_bytes * 2;
+            moved += alone_ ? sizeof(RowMeta) : request_.row_bytes * 2;
         }
         if (in.row < header.rows) break;
         in.row = 0;
@@ -352,7 +362,12 @@ bool Dispatch::forward_row(Incoming& in, const std::byte* chunk) {
                          " of this node than its notify said");
                 return false;
             }
-            place(targets_[index], in.next[index]++, row, meta);
+            const std::uint64_t at = in.next[index]++;
+            if (alone_) {
+                write_meta(targets_[index], at, meta);
+            } else {
+                place(targets_[index], at, row, meta);
+            }
         }
     }
     return true;

@@ -105,6 +105,7 @@ class Dispatch final : public Operation {
     const Handle* routing_;
     const rows::Store store_;
     const bool has_weights_;
+    const bool alone_;             // my node is I alone: rows for me are put straight to their final place
     std::vector<Target> targets_;  // [local index]
     std::vector<Outgoing> outgoing_;
     std::vector<Incoming> incoming_;

@@ -126,11 +126,8 @@ bool Operation::post_notifies() {
     while (!unsent_.empty()) {
         Port::Put put;
         put.rank = unsent_.back();
-        put.from = Region::control;
-        put.from_offset = layout.notify_out(put.rank);
-        put.to = Region::control;
-        put.to_offset = layout.notify_in(parity, exchange_.rank());
-        put.bytes = layout.notify_slot_bytes();
+        put.head = {Region::control, layout.notify_out(put.rank), Region::control,
+                    layout.notify_in(parity, exchange_.rank()), layout.notify_slot_bytes()};
         const std::optional<Ticket> ticket =
             exchange_.put(put, word, 0, layout.notified(parity, exchange_.rank()), word_value(epoch_, 1));
         if (!ticket) break;

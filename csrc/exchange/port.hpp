@@ -28,16 +28,21 @@ class Port {
     // My own regions and those of the ranks of my node, indexed by rank.
     virtual const std::vector<RankMemory>& memory() const = 0;
 
-    // Write my region's bytes into the rank's region, then add `delta` to the 64-bit word at `word_offset` of the
-    // rank's control region once they are *delivered* (a gated signal, scope request). nullopt: would block, nothing
-    // was taken.
-    struct Put {
-        std::uint32_t rank = 0;
+    // Bytes of one of my regions, and where they go in one of the rank's.
+    struct Piece {
         Region from = Region::staging;
         std::uint64_t from_offset = 0;
         Region to = Region::staging;
         std::uint64_t to_offset = 0;
         std::uint64_t bytes = 0;
+    };
+
+    // Write a piece or two, then add `delta` to the 64-bit word at `word_offset` of the rank's control region once all
+    // bytes are *delivered* (a gated signal, scope request). nullopt: would block, nothing was taken.
+    struct Put {
+        std::uint32_t rank = 0;
+        Piece head;
+        Piece tail;  // of 0 bytes: there is none
         std::uint64_t word_offset = 0;
         std::uint64_t delta = 0;
     };

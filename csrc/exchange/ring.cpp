@@ -84,22 +84,24 @@ std::byte* SendRing::open() {
     return exchange_.mine().staging + end_.local_base + slot_offset(exchange_.shape(), sent_);
 }
 
-void SendRing::close(std::uint64_t bytes) {
+std::uint64_t SendRing::peer_slot() const {
+    return end_.peer_base + slot_offset(exchange_.shape(), sent_);
+}
+
+void SendRing::close(std::uint64_t bytes, const Port::Piece& apart) {
     closed_bytes_ = bytes;
+    apart_ = apart;
     flush();
 }
 
 bool SendRing::flush() {
     if (closed_bytes_ == 0) return false;
-    const std::uint64_t offset = slot_offset(exchange_.shape(), sent_);
     const auto slot = static_cast<std::uint32_t>(sent_ % exchange_.shape().ring_slots);
     Port::Put put;
     put.rank = end_.peer;
-    put.from = Region::staging;
-    put.from_offset = end_.local_base + offset;
-    put.to = Region::staging;
-    put.to_offset = end_.peer_base + offset;
-    put.bytes = closed_bytes_;
+    put.head = {Region::staging, end_.local_base + slot_offset(exchange_.shape(), sent_), Region::staging, peer_slot(),
+                closed_bytes_};
+    put.tail = apart_;
     const std::optional<Ticket> ticket = exchange_.put(
         put, end_.peer_word, slot, end_.peer_word_offset + slot * sizeof(std::uint64_t), word_value(epoch_, sent_ + 1));
     if (!ticket) return false;

@@ -33,7 +33,10 @@ class SendRing {
 
     // The slot of the next chunk, or null while none is free or a closed chunk waits to be put.
     std::byte* open();
-    void close(std::uint64_t bytes);             // the open chunk is complete: put it now or at a later flush()
+    std::uint64_t peer_slot() const;  // the same slot at the other end, bytes in its staging region
+    // The open chunk is complete: put it now or at a later flush(). Its first `bytes` leave from the slot; the rest, if
+    // any, from and to where `apart` says, and stays as it is until the put has ended.
+    void close(std::uint64_t bytes, const Port::Piece& apart = {});
     bool flush();                                // true if a waiting chunk was taken
     void reap();                                 // gives back what ended puts hold
     bool ended();                                // every chunk was put and every put has ended well
@@ -53,6 +56,7 @@ class SendRing {
     const std::uint64_t chunks_;
     std::uint64_t sent_ = 0;
     std::uint64_t closed_bytes_ = 0;              // of a chunk that waits to be put; 0: none
+    Port::Piece apart_;                           // goes with it
     std::vector<std::optional<Ticket>> tickets_;  // [slot]
     Status failure_ = Status::ok;
 };

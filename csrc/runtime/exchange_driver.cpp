@@ -86,14 +86,19 @@ std::optional<Ticket> ExchangeDriver::put(const Put& put) {
     const Remote& remote = remotes_[put.rank];
     const std::array<RegionId, 3> from = {control_, staging_, data_};
     const std::array<RemoteRegionId, 3> to = {remote.control, remote.staging, remote.data};
-    ChunkSpec chunk;
-    chunk.queue_pair = remote.queue_pair;
-    chunk.kind = OpKind::write;
-    chunk.local = from[static_cast<std::size_t>(put.from)];
-    chunk.local_offset = put.from_offset;
-    chunk.remote = to[static_cast<std::size_t>(put.to)];
-    chunk.remote_offset = put.to_offset;
-    chunk.bytes = put.bytes;
+    const auto chunk_of = [&](const Piece& piece) {
+        ChunkSpec chunk;
+        chunk.queue_pair = remote.queue_pair;
+        chunk.kind = OpKind::write;
+        chunk.local = from[static_cast<std::size_t>(piece.from)];
+        chunk.local_offset = piece.from_offset;
+        chunk.remote = to[static_cast<std::size_t>(piece.to)];
+        chunk.remote_offset = piece.to_offset;
+        chunk.bytes = piece.bytes;
+        return chunk;
+    };
+    const std::array<ChunkSpec, 2> chunks = {chunk_of(put.head), chunk_of(put.tail)};
+    const std::size_t count = put.tail.bytes > 0 ? 2 : 1;
     ControlSpec signal;
     signal.kind = OpKind::signal;
     signal.scope = Scope::request;
@@ -102,7 +107,7 @@ std::optional<Ticket> ExchangeDriver::put(const Put& put) {
     signal.remote_offset = put.word_offset;
     signal.operand = put.delta;
     const Ticket ticket =
-        submitted(put.rank, context_.submit_held(put.rank, {&chunk, 1}, {&signal, 1}, Level::delivered));
+        submitted(put.rank, context_.submit_held(put.rank, {chunks.data(), count}, {&signal, 1}, Level::delivered));
     if (!ticket.valid()) return std::nullopt;
     return ticket;
 }

@@ -174,6 +174,12 @@ def _run_case(rank: Rank, case: Case) -> dict[str, Any]:
     assert rest == [None, None, None, None]
     out["again"] = _plain(again)
     out["again_combined"] = _plain(buffer.combine(again, handle)[0])
+    # Zeros of either sign and any NaN: the same bits from rows that are summed on their way and from rows that are not.
+    again.view(torch.int16)[::2, ::3] = -0x8000
+    again.view(torch.int16)[1::2, ::5] = 0x7FA5
+    here, elsewhere = (buffer.combine(rows, handle, topk_weights=weights) for rows in (again, again.clone()))
+    assert torch.equal(here[0].view(torch.int16), elsewhere[0].view(torch.int16))
+    assert weights is None or torch.equal(here[1], elsewhere[1])
     return out
 
 
