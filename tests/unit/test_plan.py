@@ -106,6 +106,23 @@ def test_extents_equal_the_core_and_do_not_overlap(rows: int, row: int, topk: in
     assert extent.topk_weights + (rows * topk * 4 if weights else 0) <= extent.total
 
 
+@pytest.mark.parametrize("rows", [(1 << 32) // 14336 - 1, (1 << 32) // 14336 + 1, 600_000, 3_000_000])
+def test_extents_beyond_4_gib_equal_the_core(rows: int) -> None:
+    """Offsets are 64-bit throughout."""
+    extent = plan.dispatch_extent(rows, 14336, 16, 8, True)
+    assert _simulation.exchange_extent(rows, 14336, 16, 8, True) == (0, extent.src_idx, extent.topk_idx, extent.topk_weights, extent.total)
+    assert extent.src_idx >= rows * 14336
+    assert extent.total >= rows * (14336 + 4 + 16 * 12)
+
+
+def test_rings_beyond_4_gib_equal_the_core() -> None:
+    table = tuple(rank // 2 for rank in range(64))
+    nodes = plan.Nodes(table)
+    for rank in (0, 63):
+        core = _simulation.exchange_layout(rank, list(table), 4, 64, 4 << 20)
+        assert core["staging_bytes"] == plan.staging_bytes(nodes, rank, 64, 4 << 20) > 4 << 30
+
+
 @given(st.integers(0, 1_000), st.integers(1, 50))
 def test_chunks_hold_all_rows(rows: int, capacity: int) -> None:
     sizes = plan.chunk_sizes(rows, capacity)
