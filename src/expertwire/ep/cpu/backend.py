@@ -160,6 +160,8 @@ class CpuBackend:
         sync_writes: bool | None = None,
     ) -> CpuBackend:
         """Build this rank's part and wire it to the others. Collective."""
+        from expertwire.fabric.native import Context, Exchange
+
         settings = settings_for(provider, timeout_ms, sync_writes)
 
         def build(nodes: tuple[int, ...], chosen: Settings, hosts: int) -> Context:
