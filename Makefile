@@ -19,7 +19,9 @@ SOURCES := $(shell find csrc src -type f \( -name '*.hpp' -o -name '*.cpp' -o -n
 export PATH := $(BIN):$(PATH)
 export PIP_NO_INPUT := 1
 
-.PHONY: help demo test lint format stubs clean system pytest check-stubs
+SEEDS ?= 2000
+
+.PHONY: help demo test sim lint format stubs clean system pytest check-stubs
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -31,6 +33,9 @@ test: lint check-stubs pytest ## set up, then everything that must hold: linters
 
 pytest: $(STAMPS)/package $(STAMPS)/dev ## the tests alone, against the installed package (PYTEST="-k name" for options)
 	@$(BIN)/python -m pytest $(PYTEST)
+
+sim: $(STAMPS)/package ## seeds of the simulation on all cores (SEEDS=100000); one that fails prints the command that replays it
+	@$(BIN)/python -m expertwire.testing.sweep --seeds $(SEEDS) $(SIM)
 
 lint: $(STAMPS)/package $(STAMPS)/dev ## ruff, mypy --strict, clang-format, codespell
 	$(BIN)/ruff check .

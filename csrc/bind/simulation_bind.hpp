@@ -3,8 +3,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
+#include "provider/simulated.hpp"
+
 namespace expertwire {
 
+NthFault nth_named(const std::string& name);  // throws ValueError for what is not one of nth_faults()
 void bind_engine_simulation(nanobind::module_& module);
 void bind_exchange_simulation(nanobind::module_& module);
 

@@ -23,14 +23,17 @@ namespace expertwire {
 
 namespace {
 
-constexpr std::array<const char*, 8> mutant_names{"none",
-                                                  "no_gate",
-                                                  "count_for_prefix",
-                                                  "no_generation_check",
-                                                  "publish_before_drain",
-                                                  "no_epoch_in_counters",
-                                                  "no_wait_for_notify",
-                                                  "buffer_freed_at_timeout"};
+constexpr std::array<const char*, 10> mutant_names{"none",
+                                                   "no_gate",
+                                                   "count_for_prefix",
+                                                   "no_generation_check",
+                                                   "publish_before_drain",
+                                                   "no_epoch_in_counters",
+                                                   "no_wait_for_notify",
+                                                   "buffer_freed_at_timeout",
+                                                   "long_write",
+                                                   "never_reopens"};
+constexpr std::array<const char*, nth_faults> nth_names{"operation", "post", "again", "lost"};
 constexpr std::array<const char*, request_states> state_names{"FREE", "QUEUED", "POSTED",   "DRAINING",
                                                               "DONE", "FAILED", "CANCELLED"};
 constexpr std::array<const char*, 14> status_names{"ok",        "pending", "would_block",  "cancelled", "aborted",
@@ -46,6 +49,17 @@ void set_mutant(const std::string& name) {
     throw nb::value_error(("set_mutant: '" + name + "' is no mutant; see mutants()").c_str());
 }
 
+}  // namespace
+
+NthFault nth_named(const std::string& name) {
+    for (std::size_t i = 0; i < nth_names.size(); ++i) {
+        if (name == nth_names[i]) return static_cast<NthFault>(i);
+    }
+    throw nb::value_error(("'" + name + "' is not what may become of the n-th operation; see nth_faults()").c_str());
+}
+
+namespace {
+
 NetworkFaults to_faults(const nb::dict& options) {
     NetworkFaults faults;
     const auto take = [&](const char* name, auto& into) {
@@ -60,7 +74,9 @@ NetworkFaults to_faults(const nb::dict& options) {
     take("early_local", faults.early_local);
     take("failed_post", faults.failed_post);
     take("failed_operation", faults.failed_operation);
+    take("lost_completion", faults.lost_completion);
     take("fail_at", faults.fail_at);
+    if (options.contains("fail_how")) faults.fail_how = nth_named(nb::cast<std::string>(options["fail_how"]));
     take("duplicate", faults.duplicate);
     take("wrong_generation", faults.wrong_generation);
     take("null_context", faults.null_context);
@@ -91,6 +107,9 @@ nb::dict to_dict(const EngineSimulationResult& result) {
     out["requests"] = result.requests;
     out["landings"] = result.landings;
     out["controls"] = result.controls;
+    out["posts"] = result.posts;
+    out["swarm"] = nb::cast(result.swarm);
+    out["trace"] = nb::cast(result.trace);
     out["scopes"] = nb::make_tuple(result.scopes[0], result.scopes[1], result.scopes[2]);
     out["faults"] = faults;
     out["events"] = events;
@@ -99,8 +118,9 @@ nb::dict to_dict(const EngineSimulationResult& result) {
 }
 
 nb::list run_engine(const std::vector<std::uint64_t>& seeds, std::uint32_t ranks, std::uint32_t requests_per_rank,
-                    bool check_engine, nb::object faults, bool stop_at_failure) {
+                    bool check_engine, nb::object faults, bool stop_at_failure, std::uint32_t trace_lines) {
     EngineSimulationOptions options;
+    options.trace_lines = trace_lines;
     options.ranks = ranks;
     options.requests_per_rank = requests_per_rank;
     options.check_engine = check_engine;
@@ -117,6 +137,33 @@ nb::list run_engine(const std::vector<std::uint64_t>& seeds, std::uint32_t ranks
     }
     nb::list out;
     for (const EngineSimulationResult& result : results) out.append(to_dict(result));
+    return out;
+}
+
+// The n-th operation fails, for every n: until a run sees no n-th operation any more.
+nb::dict run_engine_nth(std::uint64_t seed, const std::string& how, std::uint32_t ranks,
+                        std::uint32_t requests_per_rank) {
+    EngineSimulationOptions options;
+    options.seed = seed;
+    options.ranks = ranks;
+    options.requests_per_rank = requests_per_rank;
+    options.own_faults = true;
+    options.faults.fail_how = nth_named(how);
+    std::vector<std::pair<std::uint64_t, std::string>> failures;
+    std::uint64_t struck = 0;
+    {
+        nb::gil_scoped_release released;
+        for (std::uint64_t n = 1;; ++n) {
+            options.faults.fail_at = n;
+            const EngineSimulationResult result = run_engine_simulation(options);
+            if (!result.failure.empty()) failures.emplace_back(n, result.failure);
+            if (result.posts < n || failures.size() >= 10) break;
+            ++struck;
+        }
+    }
+    nb::dict out;
+    out["struck"] = struck;
+    out["failures"] = nb::cast(failures);
     return out;
 }
 
@@ -293,9 +340,17 @@ void bind_probe(nb::module_& module) {
 
 void bind_engine_simulation(nb::module_& module) {
     module.def("run_engine", &run_engine, "seeds"_a, "ranks"_a = 0, "requests_per_rank"_a = 0, "check_engine"_a = true,
-               "faults"_a.none() = nb::none(), "stop_at_failure"_a = false,
+               "faults"_a.none() = nb::none(), "stop_at_failure"_a = false, "trace_lines"_a = 0,
                "Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty "
-               "where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice.");
+               "where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. "
+               "`trace`: the last `trace_lines` events in words.");
+    module.def(
+        "run_engine_nth", &run_engine_nth, "seed"_a, "how"_a, "ranks"_a = 2, "requests_per_rank"_a = 6,
+        "The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 2, … until "
+        "there is no n-th one. {'struck': how many there were, 'failures': [(n, text)]}.");
+    module.def(
+        "nth_faults", [] { return std::vector<std::string>(nth_names.begin(), nth_names.end()); },
+        "What may become of the n-th operation.");
     module.def("set_mutant", &set_mutant, "name"_a,
                "Switch one kept fault on for the whole process ('none' switches it off). ValueError for another name.");
     module.def(

@@ -2,10 +2,12 @@
 // for tests that compare their variants.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/simulation_bind.hpp"
@@ -28,17 +30,23 @@ Mutant mutant_named(const std::string& name) {
     if (name == "no_gate") return Mutant::no_gate;
     if (name == "no_epoch_in_counters") return Mutant::no_epoch_in_counters;
     if (name == "no_wait_for_notify") return Mutant::no_wait_for_notify;
+    if (name == "long_write") return Mutant::long_write;
     throw nb::value_error(("no such mutant of the exchange: " + name).c_str());
 }
 
-nb::dict run_exchange_seeds(std::uint64_t first, std::uint64_t count, const std::string& mutant_name, bool stop) {
-    const Mutant which = mutant_named(mutant_name);
+nb::dict run_exchange_seeds(std::uint64_t first, std::uint64_t count, const std::string& mutant_name, bool stop,
+                            std::uint32_t trace_lines, std::uint64_t fail_at, const std::string& fail_how) {
+    simulation::Options options;
+    options.fail_at = fail_at;
+    options.fail_how = nth_named(fail_how);
+    options.mutant = mutant_named(mutant_name);
+    options.trace_lines = trace_lines;
     Coverage coverage;
     std::vector<Result> results;
     {
         const nb::gil_scoped_release released;
         for (std::uint64_t seed = first; seed < first + count; ++seed) {
-            results.push_back(simulation::simulate_exchange(seed, which, coverage));
+            results.push_back(simulation::simulate_exchange(seed, options, coverage));
             if (stop && !results.back().error.empty()) break;
         }
     }
@@ -51,6 +59,31 @@ nb::dict run_exchange_seeds(std::uint64_t first, std::uint64_t count, const std:
     nb::dict out;
     out["failures"] = failures;
     out["trace_hashes"] = hashes;
+    out["coverage"] = nb::cast(coverage);
+    out["trace"] = nb::cast(results.empty() ? std::vector<std::string>{} : results.back().trace);
+    return out;
+}
+
+// The n-th operation fails, for n = first, first + stride, …: until a run sees no n-th operation any more.
+nb::dict run_exchange_nth(std::uint64_t seed, NthFault how, std::uint64_t stride) {
+    Coverage coverage;
+    simulation::Options options;
+    options.fail_how = how;
+    std::vector<std::pair<std::uint64_t, std::string>> failures;
+    std::uint64_t struck = 0;
+    {
+        const nb::gil_scoped_release released;
+        for (std::uint64_t n = 1;; n += stride) {
+            options.fail_at = n;
+            const Result result = simulation::simulate_exchange(seed, options, coverage);
+            if (!result.error.empty()) failures.emplace_back(n, result.error);
+            if (result.posts < n || failures.size() >= 10) break;
+            ++struck;
+        }
+    }
+    nb::dict out;
+    out["struck"] = struck;
+    out["failures"] = nb::cast(failures);
     out["coverage"] = nb::cast(coverage);
     return out;
 }
@@ -140,8 +173,17 @@ nb::dict layout_numbers(std::uint32_t rank, const std::vector<std::uint32_t>& no
 void bind_exchange_simulation(nb::module_& module) {
     module.def(
         "run_exchange_seeds", &run_exchange_seeds, "first"_a, "count"_a, "mutant"_a = "none", "stop"_a = false,
+        "trace_lines"_a = 0, "fail_at"_a = 0, "fail_how"_a = "operation",
         "Runs seeds first … first + count - 1. {'failures': [(seed, text)], 'trace_hashes': [int], 'coverage': {name: "
-        "count}}. `stop`: end at the first failure.");
+        "count}, 'trace': the last run's last `trace_lines` events in words}. `stop`: end at the first failure.");
+    module.def(
+        "run_exchange_nth",
+        [](std::uint64_t seed, const std::string& how, std::uint64_t stride) {
+            return run_exchange_nth(seed, nth_named(how), stride);
+        },
+        "seed"_a, "how"_a, "stride"_a = 1,
+        "The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 1 + stride, … "
+        "until there is no n-th one. {'struck': how many there were, 'failures': [(n, text)], 'coverage': …}.");
     module.def("exchange_layout", &layout_numbers, "rank"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a,
                "slot_bytes"_a,
                "Sizes of a rank's regions and its entry rank in every node, as the core computes them.");

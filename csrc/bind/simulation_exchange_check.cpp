@@ -96,4 +96,65 @@ std::string World::check_combine(std::uint32_t rank) const {
     return wrong;
 }
 
+// ---- what lands over the fabric may lie only where its sender is the writer
+
+bool World::owns_bytes(const SimulatedNetwork::Landing& landing) const {
+    const PostCommand& command = landing.command;
+    const std::uint32_t source = landing.source;
+    const std::uint32_t target = landing.target;
+    const auto region = static_cast<exchange::Region>(command.remote.value % 3);
+    const exchange::Layout& layout = members_[target].exchange->layout();
+    const auto inside = [&](std::uint64_t begin, std::uint64_t bytes) {
+        return command.remote_offset == begin && command.bytes <= bytes;
+    };
+    if (region == exchange::Region::control) {
+        return inside(layout.notify_in(0, source), layout.notify_slot_bytes()) ||
+               inside(layout.notify_in(1, source), layout.notify_slot_bytes());
+    }
+    if (region != exchange::Region::staging) return false;
+    const bool entered = nodes_.entry(source, nodes_.node_of(target)) == target;
+    const bool homeward = nodes_.entry(target, nodes_.node_of(source)) == source;
+    for (std::uint32_t slot = 0; slot < script_.ring_slots; ++slot) {
+        if (entered && inside(layout.inner_slot(target, source, slot), script_.slot_bytes)) return true;
+        if (homeward && inside(layout.outer_slot(target, nodes_.node_of(source), slot), script_.slot_bytes))
+            return true;
+    }
+    return false;
+}
+
+bool World::owns_word(const SimulatedNetwork::Landing& landing) const {
+    const std::uint32_t source = landing.source;
+    const std::uint32_t target = landing.target;
+    const std::uint64_t at = landing.command.remote_offset;
+    if (landing.command.remote.value % 3 != 0) return false;
+    const exchange::Layout& layout = members_[target].exchange->layout();
+    if (at == layout.notified(0, source) || at == layout.notified(1, source)) return true;
+    const bool entered = nodes_.entry(source, nodes_.node_of(target)) == target;
+    const bool homeward = nodes_.entry(target, nodes_.node_of(source)) == source;
+    if (entered && at == layout.credit_inner(source)) return true;
+    if (homeward && at == layout.credit_outer(nodes_.node_of(source))) return true;
+    for (std::uint32_t slot = 0; slot < script_.ring_slots; ++slot) {
+        if (entered && at == layout.arrived_inner(source) + 8 * slot) return true;
+        if (homeward && at == layout.arrived_outer(nodes_.node_of(source)) + 8 * slot) return true;
+    }
+    return false;
+}
+
+void World::check_landing(const SimulatedNetwork::Landing& landing) {
+    const bool word = landing.command.kind == OpKind::signal;
+    if (word ? owns_word(landing) : owns_bytes(landing)) return;
+    fail(landing.source, std::string(word ? "added to a word" : "wrote bytes") + " at " +
+                             std::to_string(landing.command.remote_offset) + " of a region of rank " +
+                             std::to_string(landing.target) + " that is not its own to write");
+}
+
+std::string World::check_guards(std::uint32_t rank) const {
+    for (const Bytes* region : {&members_[rank].control, &members_[rank].staging}) {
+        for (std::size_t at = region->size() - 64; at < region->size(); ++at) {
+            if ((*region)[at] != std::byte{0x5A}) return "a byte behind its control or staging region was overwritten";
+        }
+    }
+    return {};
+}
+
 }  // namespace expertwire::simulation

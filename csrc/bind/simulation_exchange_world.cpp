@@ -14,7 +14,11 @@ namespace {
 
 constexpr std::uint32_t kRegions = 3;  // control, staging, data: RegionId as in exchange::Region
 constexpr std::uint64_t kStepsMax = 2'000'000;
-constexpr std::uint32_t kSweepsMax = 100;  // without any movement: longer than any burst of AGAIN
+constexpr std::uint32_t kLanesMax = 3;
+constexpr std::uint64_t kGuardBytes = 64;
+constexpr std::byte kGuard{0x5A};
+constexpr TimeNs kHardTimeoutNs = 1'000'000'000;  // longer than any run lasts by itself
+constexpr std::uint32_t kSweepsMax = 100;         // without any movement: longer than any burst of AGAIN
 
 }  // namespace
 
@@ -84,7 +88,9 @@ Status SimulatedPort::status(Ticket ticket) {
 
 void SimulatedPort::reap() {
     std::erase_if(adds_, [&](Ticket ticket) {
-        if (engine_.status(ticket) == Status::pending) return false;
+        const Status status = engine_.status(ticket);
+        if (status == Status::pending) return false;
+        add_failed_ |= status != Status::ok;
         engine_.release(ticket);
         return true;
     });
@@ -92,23 +98,40 @@ void SimulatedPort::reap() {
 
 // ---- building
 
-World::World(std::uint64_t seed, Coverage& coverage)
-    : random_(seed), coverage_(coverage), script_(make_script(random_, coverage)), nodes_(script_.node_of) {
+World::World(std::uint64_t seed, Coverage& coverage, const Options& options)
+    : random_(seed),
+      coverage_(coverage),
+      options_(options),
+      script_(make_script(random_, coverage)),
+      nodes_(script_.node_of) {
     build();
 }
 
+// Swarm: each kind is on or off, and strikes often or seldom, as the seed says.
 NetworkFaults World::choose_faults() {
     NetworkFaults faults;
-    const auto maybe = [&](double share) { return random_.chance(0.5) ? share : 0.0; };
-    faults.again = maybe(0.1);
-    faults.late_delivery = maybe(0.3);
-    faults.late_completion = maybe(0.3);
-    faults.early_local = maybe(0.3);
-    faults.duplicate = maybe(0.1);
-    faults.wrong_generation = maybe(0.1);
-    puts_may_fail_ = random_.chance(0.06);
-    if (puts_may_fail_) faults.failed_operation = 0.02;
-    return faults;
+    static constexpr double steps[] = {1, 1. / 3, 1. / 9};
+    const auto maybe = [&](double most) {
+        return random_.chance(0.5) ? most * steps[random_.below(std::size(steps))] : 0.0;
+    };
+    faults.again = maybe(0.3);
+    faults.late_delivery = maybe(0.5);
+    faults.late_completion = maybe(0.5);
+    faults.early_local = maybe(0.5);
+    faults.duplicate = maybe(0.2);
+    faults.wrong_generation = maybe(0.2);
+    faults.null_context = maybe(0.1);
+    puts_may_fail_ = random_.chance(0.1);
+    const std::uint64_t how = random_.below(3);
+    if (puts_may_fail_ && how == 0) faults.failed_operation = 0.04;
+    if (puts_may_fail_ && how == 1) faults.failed_post = 0.04;
+    if (puts_may_fail_ && how == 2) faults.lost_completion = 0.04;
+    if (options_.fail_at == 0) return faults;
+    puts_may_fail_ = options_.fail_how != NthFault::again;
+    NetworkFaults only;
+    only.fail_at = options_.fail_at;
+    only.fail_how = options_.fail_how;
+    return only;
 }
 
 void World::build() {
@@ -116,12 +139,16 @@ void World::build() {
     model.latency_ns = random_.between(100, 10'000);
     model.bytes_per_ns = 0.1 + static_cast<double>(random_.below(100)) / 10;
     model.transmit_queue = static_cast<std::uint32_t>(random_.between(2, 64));
+    if (random_.chance(0.3)) model.rendezvous_bytes = random_.below(512);
+    coverage_["rendezvous"] += model.rendezvous_bytes < 512;
     const auto ranks = nodes_.ranks();
     network_ = std::make_unique<SimulatedNetwork>(ranks, model, choose_faults(), random_.next());
+    network_->keep_trace(options_.trace_lines);
+    network_->on_landing = [this](const SimulatedNetwork::Landing& landing) { check_landing(landing); };
     members_.resize(ranks);
     verdicts_.resize(script_.calls.size());
     const auto outstanding = static_cast<std::uint32_t>(random_.between(4, 64));
-    const auto lanes = static_cast<std::uint32_t>(random_.between(1, 3));
+    const auto lanes = static_cast<std::uint32_t>(random_.between(1, kLanesMax));
     for (std::uint32_t rank = 0; rank < ranks; ++rank) build_member(rank, outstanding);
     network_->connect_all(kRegions);
     for (std::uint32_t rank = 0; rank < ranks; ++rank) {
@@ -148,11 +175,14 @@ void World::build_member(std::uint32_t rank, std::uint32_t outstanding) {
     Bytes* const regions[kRegions] = {&member.control, &member.staging, &member.data};
     for (std::uint32_t region = 0; region < kRegions; ++region) {
         RegionSpec spec;
-        spec.address = regions[region]->data();
         spec.bytes = regions[region]->size();
+        // Behind control and staging nothing may be written by anyone; the data region has its slack.
+        if (region != 2) regions[region]->resize(spec.bytes + kGuardBytes, kGuard);
+        spec.address = regions[region]->data();
         network_->provider(rank).register_region(RegionId{region}, spec);
     }
     EngineLimits limits;
+    limits.hard_timeout_ns = kHardTimeoutNs;
     limits.peers_max = nodes_.ranks();
     limits.queue_pairs_max = 3 * nodes_.ranks();
     limits.outstanding_max = outstanding;
@@ -237,13 +267,14 @@ void World::finish(std::uint32_t rank, Step outcome) {
     std::string wrong;
     if (outcome == Step::failed) {
         wrong = check_failure(rank);
-        if (put_failed_) return;
+        if (member.gave_up) return;
     } else if (call.outcome != Outcome::success) {
         wrong = "succeeded where every rank must fail";
     } else {
         wrong = call.kind == Kind::dispatch ? check_dispatch(rank) : check_combine(rank);
         if (call.kind == Kind::dispatch) member.handles[member.call] = member.dispatch->handle();
     }
+    if (wrong.empty()) wrong = check_guards(rank);
     if (!wrong.empty()) fail(rank, wrong);
     mix(rank * 1'000'003 + member.call);
     ++calls_ended_;
@@ -252,10 +283,10 @@ void World::finish(std::uint32_t rank, Step outcome) {
 }
 
 std::string World::check_failure(std::uint32_t rank) {
-    const Member& member = members_[rank];
+    Member& member = members_[rank];
     const exchange::Failure& failure = member.operation->failure();
     if (failure.reason == exchange::FailureReason::put && puts_may_fail_) {
-        put_failed_ = true;
+        put_failed_ = member.gave_up = true;
         return {};
     }
     const Outcome expected = script_.calls[member.call].outcome;
@@ -272,7 +303,7 @@ std::string World::check_failure(std::uint32_t rank) {
 
 bool World::step(std::uint32_t rank, std::uint64_t budget) {
     Member& member = members_[rank];
-    if (member.call == script_.calls.size() || !error_.empty() || put_failed_) return false;
+    if (member.call == script_.calls.size() || !error_.empty() || member.gave_up) return false;
     if (!member.operation) {
         begin(rank);
         return error_.empty();
@@ -289,6 +320,7 @@ bool World::turn(std::uint32_t rank) {
     Member& member = members_[rank];
     const bool moved = pump(*member.engine, network_->provider(rank), member.arrivals, network_->now()).moved();
     member.port->reap();
+    put_failed_ |= member.port->add_failed();
     return moved;
 }
 
@@ -307,9 +339,11 @@ bool World::all_ended() const {
                        [&](const Member& member) { return member.call == script_.calls.size(); });
 }
 
+// Safety first: with faults, whatever ends well is right, and nothing hangs that no fault holds up. Then the network
+// heals, and every ticket must end.
 Result World::run() {
     std::uint32_t idle = 0;
-    while (error_.empty() && !put_failed_ && !all_ended()) {
+    while (error_.empty() && !all_ended()) {
         const auto rank = static_cast<std::uint32_t>(random_.below(members_.size()));
         const std::uint64_t choice = random_.below(10);
         bool moved = false;
@@ -323,11 +357,12 @@ Result World::run() {
         idle = moved ? 0 : idle + 1;
         if (idle > 20 && sweep()) idle = 0;
         if (idle > 20 + kSweepsMax) {
-            if (all_ended() || !error_.empty() || put_failed_ || puts_may_fail_) break;
+            if (all_ended() || !error_.empty() || puts_may_fail_) break;
             fail(0, "nothing moves any more");
         }
         if (steps_ > kStepsMax) fail(rank, "does not end");
     }
+    if (error_.empty()) drain();
     note_end();
     Result result;
     result.error = error_;
@@ -335,7 +370,47 @@ Result World::run() {
     result.trace_hash = hash_;
     result.steps = steps_;
     result.calls = calls_ended_;
+    result.posts = network_->posts();
+    result.trace = network_->trace_text();
     return result;
+}
+
+// Heals the network and demands that every ticket ends: by itself, or, where its completion was lost, with its
+// endpoint.
+void World::drain() {
+    network_->set_faults({});
+    network_->say("the network heals");
+    std::vector<bool> replaced(members_.size(), false);
+    std::uint32_t idle = 0;
+    const auto busy = [&] {
+        return std::any_of(members_.begin(), members_.end(), [](const Member& m) { return !m.engine->idle(); });
+    };
+    while (busy() && error_.empty()) {
+        bool moved = network_->run_next();
+        for (std::uint32_t rank = 0; rank < members_.size(); ++rank) {
+            moved = step(rank, 1 << 20) || moved;
+            moved = turn(rank) || moved;
+        }
+        idle = moved ? 0 : idle + 1;
+        if (idle == kSweepsMax) network_->run_until(network_->now() + kHardTimeoutNs + 1);
+        for (std::uint32_t rank = 0; rank < members_.size() && idle == kSweepsMax + 5; ++rank) {
+            if (!replaced[rank]) replaced[rank] = replace_quarantined(rank);
+        }
+        if (idle > 2 * kSweepsMax) fail(0, "a ticket did not end after the network had healed");
+    }
+}
+
+// What a runtime does for whoever needs its records to end (SPEC T14).
+bool World::replace_quarantined(std::uint32_t rank) {
+    Member& member = members_[rank];
+    for (std::uint32_t endpoint = 0; endpoint < kLanesMax && !member.engine->idle(); ++endpoint) {
+        const EndpointId fresh{member.next_endpoint.value++};
+        member.engine->replace_endpoint(EndpointId{endpoint}, fresh);
+        network_->provider(rank).close_endpoint(EndpointId{endpoint});
+        member.engine->on_endpoint_closed(EndpointId{endpoint}, network_->now());
+        ++coverage_["endpoints_replaced"];
+    }
+    return true;
 }
 
 void World::fail(std::uint32_t rank, const std::string& text) {
@@ -368,16 +443,15 @@ void World::note_end() {
     }
 }
 
-Result simulate_exchange(std::uint64_t seed, Mutant which, Coverage& coverage) {
+Result simulate_exchange(std::uint64_t seed, const Options& options, Coverage& coverage) {
 #ifdef EXPERTWIRE_MUTANTS
-    active_mutant = which;
-    World world(seed, coverage);
+    active_mutant = options.mutant;
+    World world(seed, coverage, options);
     Result result = world.run();
     active_mutant = Mutant::none;
     return result;
 #else
-    static_cast<void>(which);
-    World world(seed, coverage);
+    World world(seed, coverage, options);
     return world.run();
 #endif
 }

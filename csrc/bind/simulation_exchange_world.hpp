@@ -19,11 +19,20 @@
 
 namespace expertwire::simulation {
 
+struct Options {
+    Mutant mutant = Mutant::none;
+    std::uint64_t fail_at = 0;  // > 0: this operation of the whole network fails, and nothing else does
+    NthFault fail_how = NthFault::operation;
+    std::uint32_t trace_lines = 0;  // the last so many events, in words
+};
+
 struct Result {
     std::string error;  // empty: every byte was right
     std::uint64_t trace_hash = 0;
     std::uint64_t steps = 0;
     std::uint64_t calls = 0;
+    std::uint64_t posts = 0;
+    std::vector<std::string> trace;
 };
 
 // A rank's way out: puts and adds through its engine. The signal may take another lane than the bytes that it covers.
@@ -36,6 +45,7 @@ class SimulatedPort final : public exchange::Port {
     void reap();  // releases adds that have ended
     std::uint64_t pushed_back() const { return pushed_back_; }
     std::uint64_t puts() const { return puts_; }
+    bool add_failed() const { return add_failed_; }  // a credit is lost: its sender may wait for ever
 
     const std::vector<exchange::RankMemory>& memory() const override { return memory_; }
     std::optional<Ticket> put(const Put& put) override;
@@ -55,11 +65,12 @@ class SimulatedPort final : public exchange::Port {
     std::vector<Ticket> adds_;
     std::uint64_t pushed_back_ = 0;
     std::uint64_t puts_ = 0;
+    bool add_failed_ = false;
 };
 
 class World {
   public:
-    World(std::uint64_t seed, Coverage& coverage);
+    World(std::uint64_t seed, Coverage& coverage, const Options& options);
     Result run();
 
   private:
@@ -77,6 +88,8 @@ class World {
         std::vector<float> out_weights;
         std::string failure;  // text of the call that has failed, as every rank must give it
         std::vector<Arrival> arrivals;
+        bool gave_up = false;  // its call failed by a put: its caller does nothing more with this exchange
+        EndpointId next_endpoint{16};
     };
 
     NetworkFaults choose_faults();
@@ -88,6 +101,12 @@ class World {
     bool turn(std::uint32_t rank);
     bool sweep();
     bool all_ended() const;
+    void drain();
+    bool replace_quarantined(std::uint32_t rank);
+    void check_landing(const SimulatedNetwork::Landing& landing);
+    bool owns_bytes(const SimulatedNetwork::Landing& landing) const;
+    bool owns_word(const SimulatedNetwork::Landing& landing) const;
+    std::string check_guards(std::uint32_t rank) const;
     void fail(std::uint32_t rank, const std::string& text);
     std::string check_dispatch(std::uint32_t rank) const;
     std::string check_handle(std::uint32_t rank) const;
@@ -99,6 +118,7 @@ class World {
 
     Random random_;
     Coverage& coverage_;
+    const Options options_;
     const Script script_;
     const exchange::NodeTable nodes_;
     std::unique_ptr<SimulatedNetwork> network_;
@@ -112,6 +132,6 @@ class World {
     std::uint64_t calls_ended_ = 0;
 };
 
-Result simulate_exchange(std::uint64_t seed, Mutant mutant, Coverage& coverage);
+Result simulate_exchange(std::uint64_t seed, const Options& options, Coverage& coverage);
 
 }  // namespace expertwire::simulation

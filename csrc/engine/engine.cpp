@@ -202,6 +202,7 @@ void Engine::fill(PostCommand& out, const Operation& operation) const {
     out.remote = operation.remote;
     out.remote_offset = operation.remote_offset;
     out.bytes = operation.bytes;
+    if (mutant(Mutant::long_write) && operation.kind == OpKind::write) out.bytes += 8;
     out.operand = operation.operand;
     out.payload = operation.payload;
 }

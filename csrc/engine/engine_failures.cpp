@@ -167,7 +167,7 @@ void Engine::fail_lane(std::uint32_t queue_pair, Status status, std::int32_t cod
 
 void Engine::reopen_if_drained(QueuePair& lane) {
     if (lane.state != LaneState::aborting && lane.state != LaneState::quarantined) return;
-    if (lane.line(LineKind::data).retired < lane.reopen_at) return;
+    if (lane.line(LineKind::data).retired < lane.reopen_at || mutant(Mutant::never_reopens)) return;
     if (lane.state == LaneState::quarantined && lane.in_flight > 0) return;
     lane.state = LaneState::open;
     lane.error = Status::ok;

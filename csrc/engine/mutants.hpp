@@ -15,6 +15,8 @@ enum class Mutant : std::uint8_t {
     no_epoch_in_counters,     // exchange: words carry counts without their epoch
     no_wait_for_notify,       // exchange: rows leave before all notifies are here
     buffer_freed_at_timeout,  // the hard deadline turns a request terminal instead of quarantining its slots
+    long_write,               // a write takes eight bytes more than it was asked for
+    never_reopens,            // a lane that aborted stays closed to what was accepted since
 };
 
 #ifdef EXPERTWIRE_MUTANTS

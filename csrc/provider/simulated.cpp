@@ -32,9 +32,9 @@ std::uint64_t Random::next() {
 
 const char* name_of(NetworkFault fault) {
     static constexpr std::array<const char*, network_faults> names{
-        "again",      "late_delivery", "late_completion",  "early_local",  "failed_post", "failed_operation",
-        "failed_kth", "duplicate",     "wrong_generation", "null_context", "dead_peer",   "reported_death",
-        "silence",    "stale_region",  "out_of_range",     "full_queue"};
+        "again",      "late_delivery", "late_completion",  "early_local",  "failed_post",    "failed_operation",
+        "failed_kth", "duplicate",     "wrong_generation", "null_context", "dead_peer",      "reported_death",
+        "silence",    "stale_region",  "out_of_range",     "full_queue",   "lost_completion"};
     return names[static_cast<std::size_t>(fault)];
 }
 
@@ -116,6 +116,10 @@ void SimulatedNetwork::apply(const Event& event) {
     --flight.events;
     trace(now_, static_cast<std::uint64_t>(event.kind), flight.command.ticket.pack());
     switch (event.kind) {
+        case EventKind::pull:
+            flight.pulled = true;
+            depart(event.flight, false);
+            break;
         case EventKind::deliver:
             deliver(event.flight);
             break;
@@ -139,6 +143,30 @@ void SimulatedNetwork::trace(std::uint64_t a, std::uint64_t b, std::uint64_t c) 
     hash_ = mix64(hash_ ^ (a * 0x9e3779b97f4a7c15ull) ^ (b << 56)) + mix64(c + 0x2545f4914f6cdd1dull);
 }
 
+void SimulatedNetwork::say(const std::string& line) {
+    if (trace_lines_ == 0) return;
+    trace_text_.push_back("t " + std::to_string(now_) + " ns: " + line);
+    if (trace_text_.size() > trace_lines_) trace_text_.pop_front();
+}
+
+void SimulatedNetwork::tell(const char* what, std::uint32_t rank, std::uint32_t target, const PostCommand& command,
+                            Status status) {
+    if (trace_lines_ == 0) return;
+    static constexpr std::array<const char*, 4> kinds{"write", "read", "signal", "notification"};
+    std::string line = "rank " + std::to_string(rank) + " -> " + std::to_string(target) + ": " + what + " " +
+                       kinds[static_cast<std::size_t>(command.kind)] + " " + std::to_string(command.ticket.slot) + "." +
+                       std::to_string(command.ticket.generation) + " on endpoint " +
+                       std::to_string(command.endpoint.value);
+    if (command.kind != OpKind::notification) {
+        line +=
+            ", remote region " + std::to_string(command.remote.value) + " + " + std::to_string(command.remote_offset);
+    }
+    line += command.kind == OpKind::signal ? ", add " + std::to_string(command.operand)
+                                           : ", " + std::to_string(command.bytes) + " B";
+    if (status != Status::ok) line += ", status " + std::to_string(static_cast<int>(status));
+    say(line);
+}
+
 // ---- posting
 
 PostResult SimulatedNetwork::post(std::uint32_t rank, const PostCommand& command) {
@@ -147,21 +175,28 @@ PostResult SimulatedNetwork::post(std::uint32_t rank, const PostCommand& command
     const auto& closed = provider_of_rank.closed_endpoints_;
     const bool endpoint_closed = std::find(closed.begin(), closed.end(), command.endpoint) != closed.end();
     if (provider_of_rank.closed_ || endpoint_closed || dead_[rank]) return {PostOutcome::failed, Status::closed, 0};
+    if (faults_.fail_how == NthFault::again && posts_ + 1 == faults_.fail_at && !nth_again_done_) {
+        nth_again_done_ = true;
+        note(NetworkFault::again);
+        again_left_[rank] = faults_.again_burst_max;
+    }
     const bool known =
         command.peer.value < provider_of_rank.peers_.size() && provider_of_rank.peers_[command.peer.value].has_value();
     if (!known) return {PostOutcome::failed, Status::refused, 0};
     if (push_back(rank)) return {PostOutcome::again, Status::ok, 11};
     ++posts_;
-    if (random_.chance(faults_.failed_post)) {
-        note(NetworkFault::failed_post);
+    const std::uint32_t target = *provider_of_rank.peers_[command.peer.value];
+    if (nth(NthFault::post) || random_.chance(faults_.failed_post)) {
+        note(nth(NthFault::post) ? NetworkFault::failed_kth : NetworkFault::failed_post);
+        tell("post refused", rank, target, command, Status::io_error);
         return {PostOutcome::failed, Status::io_error, 5};
     }
-    const std::uint32_t target = *provider_of_rank.peers_[command.peer.value];
     Status outcome = check(rank, target, command);
-    if (outcome == Status::ok && (posts_ == faults_.fail_at || random_.chance(faults_.failed_operation))) {
-        note(posts_ == faults_.fail_at ? NetworkFault::failed_kth : NetworkFault::failed_operation);
+    if (outcome == Status::ok && (nth(NthFault::operation) || random_.chance(faults_.failed_operation))) {
+        note(nth(NthFault::operation) ? NetworkFault::failed_kth : NetworkFault::failed_operation);
         outcome = Status::io_error;
     }
+    tell("post", rank, target, command, outcome);
     launch(rank, target, command, outcome, outcome == Status::ok ? 0 : 5);
     return {};
 }
@@ -239,18 +274,35 @@ void SimulatedNetwork::launch(std::uint32_t rank, std::uint32_t target, const Po
     flight.command = command;
     flight.outcome = outcome;
     flight.code = code;
+    if (nth(NthFault::lost) || random_.chance(faults_.lost_completion)) {
+        note(NetworkFault::lost_completion);
+        flight.lost = true;
+    }
     ++in_flight_[rank];
     if (command.kind == OpKind::notification && command.bytes > 0) {
         flight.bytes.assign(command.payload, command.payload + command.bytes);
     }
+    if (command.kind == OpKind::write && command.bytes >= model_.rendezvous_bytes) {
+        // A request to send, there and back; then the bytes queue for the link like everybody's.
+        schedule(arrival(rank, target, command, departure(rank, 8)) + model_.latency_ns, EventKind::pull, index);
+        return;
+    }
+    depart(index, true);
+}
+
+// The bytes take the link. `late`: the fault may strike on this way.
+void SimulatedNetwork::depart(std::uint32_t index, bool late) {
+    Flight& flight = flights_[index];
+    const PostCommand& command = flight.command;
     const bool small = command.kind == OpKind::read || command.kind == OpKind::signal;
-    const TimeNs departed = departure(rank, small ? 8 : command.bytes);
-    const TimeNs arrives = arrival(rank, target, command, departed);
-    const bool early = command.kind == OpKind::write && outcome == Status::ok &&
+    const TimeNs departed = departure(flight.source, small ? 8 : command.bytes);
+    const TimeNs arrives =
+        late ? arrival(flight.source, flight.target, command, departed) : departed + model_.latency_ns;
+    const bool early = command.kind == OpKind::write && flight.outcome == Status::ok &&
                        (command.level == Level::local || random_.chance(faults_.early_local));
     if (early) {
         if (command.level == Level::delivered) note(NetworkFault::early_local);
-        schedule(departed, EventKind::complete_local, index);
+        complete_later(index, departed, EventKind::complete_local);
     }
     schedule(arrives, EventKind::deliver, index);
 }
@@ -298,23 +350,34 @@ void SimulatedNetwork::deliver(std::uint32_t index) {
         return;
     }
     capture(flight);
-    if (flight.outcome != Status::ok && on_failure) on_failure({flight.source, flight.target, flight.command});
+    tell(flight.outcome == Status::ok ? "landed" : "failed", flight.source, flight.target, flight.command,
+         flight.outcome);
     if (flight.outcome == Status::ok) {
         land(flight);
     } else if (flight.outcome == Status::io_error && flight.command.kind == OpKind::write) {
         flight.bytes.resize(flight.bytes.size() * random_.below(3) / 2);  // nothing, a torn half, or all of it
         land(flight);
     }
+    if (flight.outcome != Status::ok && on_failure) on_failure({flight.source, flight.target, flight.command});
     TimeNs at = now_ + model_.latency_ns;
     if (random_.chance(faults_.late_completion)) {
         note(NetworkFault::late_completion);
         at += random_.between(1, faults_.late_completion_max_ns);
     }
     if (flight.command.level == Level::delivered || flight.outcome != Status::ok) {
-        schedule(at, EventKind::complete, index);
+        complete_later(index, at, EventKind::complete);
     } else if (flight.command.kind != OpKind::write) {
-        schedule(at, EventKind::complete_local, index);
+        complete_later(index, at, EventKind::complete_local);
     }
+}
+
+// Its last completion, unless it is lost: then the operation stays in flight, as far as its owner can know, until its
+// endpoint or its peer is closed.
+void SimulatedNetwork::complete_later(std::uint32_t index, TimeNs at, EventKind kind) {
+    Flight& flight = flights_[index];
+    const bool last = kind == EventKind::complete || flight.command.level == Level::local;
+    if (flight.lost && last) return;
+    schedule(at, kind, index);
 }
 
 void SimulatedNetwork::land(Flight& flight) {
@@ -351,7 +414,7 @@ void SimulatedNetwork::deliver_read(std::uint32_t index) {
         note(NetworkFault::late_completion);
         at += random_.between(1, faults_.late_completion_max_ns);
     }
-    schedule(at, EventKind::complete, index);
+    complete_later(index, at, EventKind::complete);
 }
 
 // ---- completing
@@ -361,6 +424,8 @@ void SimulatedNetwork::complete(std::uint32_t index, Level level) {
     flight.completed = level == Level::delivered || flight.command.level == Level::local;
     if (dead_[flight.source]) return;
     const Completion completion{flight.command.ticket, flight.outcome, level, flight.code};
+    tell(level == Level::delivered ? "completed" : "left", flight.source, flight.target, flight.command,
+         flight.outcome);
     SimulatedProvider& source = provider(flight.source);
     source.completions_.push_back(completion);
     ++(flight.outcome == Status::ok ? source.counters_.completed : source.counters_.failed);
@@ -405,7 +470,8 @@ void SimulatedNetwork::end(std::uint32_t index) {
 
 void SimulatedNetwork::end_or_stick(std::uint32_t index) {
     Flight& flight = flights_[index];
-    if (flight.used && dead_[flight.target] && !death_reported_[flight.target] && !flight.completed) {
+    const bool unheard = dead_[flight.target] && !death_reported_[flight.target];
+    if (flight.used && (unheard || flight.lost) && !flight.completed) {
         flight.stuck = true;  // still holds its place in the queue and, as far as anyone may know, its buffer
         return;
     }
@@ -449,6 +515,7 @@ void SimulatedNetwork::kill(std::uint32_t rank, bool reported) {
     dead_[rank] = true;
     death_reported_[rank] = reported;
     trace(now_, 97, rank);
+    say("rank " + std::to_string(rank) + " died");
     // What it had posted last may never have left; where order is promised, nothing leaves without what came before it.
     const bool ordered = model_.ordering == OrderingClass::ordered;
     std::uint64_t oldest = sequence_;
@@ -464,11 +531,13 @@ void SimulatedNetwork::kill(std::uint32_t rank, bool reported) {
 void SimulatedNetwork::freeze(std::uint32_t rank) {
     note(NetworkFault::silence);
     trace(now_, 96, rank);
+    say("rank " + std::to_string(rank) + " froze");
     frozen_[rank] = true;
 }
 
 void SimulatedNetwork::thaw(std::uint32_t rank) {
     trace(now_, 95, rank);
+    say("rank " + std::to_string(rank) + " woke");
     frozen_[rank] = false;
     std::vector<Event> held;
     held.swap(held_);

@@ -15,6 +15,7 @@
 #include <optional>
 #include <queue>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -43,7 +44,19 @@ struct NetworkModel {
     TimeNs operation_ns = 100;           // the link is busy for at least this per operation
     std::uint32_t transmit_queue = 128;  // operations one rank may have in flight before post() says AGAIN
     OrderingClass ordering = OrderingClass::delivery_gated;  // `ordered`: deliveries keep order per (endpoint, target)
+    // Writes of at least so many bytes are pulled by the target: a request to send goes first, the bytes follow when
+    // the target has asked for them. What is smaller, and every signal, overtakes them (SPEC T5). 0: all of them.
+    std::uint64_t rendezvous_bytes = ~std::uint64_t{0};
 };
+
+// What becomes of the `fail_at`-th operation of the whole network.
+enum class NthFault : std::uint8_t {
+    operation = 0,  // completes with an error; the bytes may have landed in part
+    post,           // post() fails
+    again,          // a burst of AGAIN
+    lost,           // it lands, and no completion ever comes
+};
+inline constexpr std::size_t nth_faults = 4;
 
 // Probabilities are per operation. All zero: a network without faults.
 struct NetworkFaults {
@@ -56,7 +69,9 @@ struct NetworkFaults {
     double early_local = 0;       // a Level::local completion before the bytes are visible at the target
     double failed_post = 0;       // post() itself fails
     double failed_operation = 0;  // completes with an error; the bytes may have landed in part
+    double lost_completion = 0;   // it lands, but no completion ever comes: only closing its endpoint ends it
     std::uint64_t fail_at = 0;    // the k-th operation posted over the whole network fails; 0: none
+    NthFault fail_how = NthFault::operation;
     double duplicate = 0;         // the completion comes twice
     double wrong_generation = 0;  // a completion with an older or newer generation of a slot in use comes as well
     double null_context = 0;      // an error completion without a ticket comes as well
@@ -79,8 +94,9 @@ enum class NetworkFault : std::uint8_t {
     stale_region,
     out_of_range,
     full_queue,
+    lost_completion,
 };
-inline constexpr std::size_t network_faults = 16;
+inline constexpr std::size_t network_faults = 17;
 const char* name_of(NetworkFault fault);
 
 class SimulatedProvider;
@@ -125,6 +141,11 @@ class SimulatedNetwork {
 
     std::uint64_t trace_hash() const { return hash_; }
     std::uint64_t events() const { return events_; }
+    std::uint64_t posts() const { return posts_; }  // taken or failed; not those that were pushed back
+    // Keeps the last `lines` of what happens, in words, for people (a replay); 0: nothing.
+    void keep_trace(std::size_t lines) { trace_lines_ = lines; }
+    std::vector<std::string> trace_text() const { return {trace_text_.begin(), trace_text_.end()}; }
+    void say(const std::string& line);
     std::uint64_t count(NetworkFault fault) const { return counts_[static_cast<std::size_t>(fault)]; }
     std::uint64_t bytes_delivered() const { return bytes_delivered_; }
 
@@ -139,7 +160,7 @@ class SimulatedNetwork {
 
   private:
     friend class SimulatedProvider;
-    enum class EventKind : std::uint8_t { deliver = 0, deliver_read, complete_local, complete, stray };
+    enum class EventKind : std::uint8_t { deliver = 0, deliver_read, complete_local, complete, stray, pull };
     struct Event {
         TimeNs at = 0;
         std::uint64_t sequence = 0;
@@ -163,11 +184,19 @@ class SimulatedNetwork {
         bool captured = false;     // the source's bytes are in `bytes`: its buffer is free again
         bool landed = false;
         bool completed = false;
+        bool lost = false;    // its last completion will not come
+        bool pulled = false;  // rendezvous: the target has asked for the bytes
         std::vector<std::byte> bytes;
     };
 
     PostResult post(std::uint32_t rank, const PostCommand& command);
     bool push_back(std::uint32_t rank);
+    bool nth(NthFault how) const {
+        return faults_.fail_how == how && faults_.fail_at != 0 && posts_ == faults_.fail_at;
+    }
+    void tell(const char* what, std::uint32_t rank, std::uint32_t target, const PostCommand& command, Status status);
+    void depart(std::uint32_t index, bool late);
+    void complete_later(std::uint32_t index, TimeNs at, EventKind kind);
     void launch(std::uint32_t rank, std::uint32_t target, const PostCommand& command, Status outcome,
                 std::int32_t code);
     Status check(std::uint32_t rank, std::uint32_t target, const PostCommand& command);
@@ -195,6 +224,9 @@ class SimulatedNetwork {
     TimeNs now_ = 0;
     std::uint64_t sequence_ = 0;
     std::uint64_t posts_ = 0;
+    bool nth_again_done_ = false;
+    std::size_t trace_lines_ = 0;
+    std::deque<std::string> trace_text_;
     std::uint64_t events_ = 0;
     std::uint64_t hash_ = 0x9e3779b97f4a7c15ull;
     std::uint64_t bytes_delivered_ = 0;

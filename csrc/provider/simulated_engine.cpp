@@ -11,7 +11,7 @@ const char* name_of(SimulationEvent event) {
     static constexpr std::array<const char*, simulation_events> names{
         "would_block",       "cancelled",       "cancel_refused", "peer_declared_dead", "peer_reopened",
         "endpoint_replaced", "endpoint_failed", "quiet_ok",       "quiet_failed",       "local_published",
-        "quarantined",       "aborted",         "lane_reopened",  "doomed_signal"};
+        "quarantined",       "aborted",         "lane_reopened",  "doomed_signal",      "endpoint_healed"};
     return names[static_cast<std::size_t>(event)];
 }
 
@@ -26,11 +26,55 @@ struct Plan {
     NetworkFaults faults;
     bool closes_regions = false, wrong_ranges = false, freezes = false, kills = false, endpoint_errors = false,
          cancels = false, local_levels = false;
+    double served = 1;               // how often a rank gets its turn
+    std::vector<std::string> swarm;  // what is switched on
     bool errors_possible() const {
-        return faults.failed_post > 0 || faults.failed_operation > 0 || faults.fail_at > 0 || closes_regions ||
-               wrong_ranges || freezes || kills || endpoint_errors;
+        const bool nth_fails = faults.fail_at > 0 && faults.fail_how != NthFault::again;
+        return faults.failed_post > 0 || faults.failed_operation > 0 || faults.lost_completion > 0 || nth_fails ||
+               closes_regions || wrong_ranges || freezes || kills || endpoint_errors;
     }
 };
+
+// Swarm testing: each seed switches every kind of fault on or off, and draws how often those that are on strike, in
+// steps of a factor of three. What is off matters as much: a fault that always strikes hides what needs a quiet run.
+void draw_swarm(Plan& plan, Random& random) {
+    const auto on = [&](const char* name, double share) {
+        const bool chosen = random.chance(share);
+        if (chosen) plan.swarm.emplace_back(name);
+        return chosen;
+    };
+    const auto weight = [&](const char* name, double share, double most) {
+        if (!on(name, share)) return 0.0;
+        static constexpr std::array<double, 4> steps{1, 1. / 3, 1. / 9, 1. / 27};
+        return most * steps[random.below(steps.size())];
+    };
+    NetworkFaults& faults = plan.faults;
+    faults.again = weight("again", 0.5, 0.3);  // more, and the hard deadline is what ends requests, rightly
+    faults.late_delivery = weight("late_delivery", 0.5, 0.6);
+    faults.late_completion = weight("late_completion", 0.5, 0.6);
+    faults.early_local = weight("early_local", 0.5, 0.9);
+    faults.failed_post = weight("failed_post", 0.15, 0.06);
+    faults.failed_operation = weight("failed_operation", 0.25, 0.1);
+    faults.lost_completion = weight("lost_completion", 0.12, 0.03);
+    faults.fail_at = on("failed_kth", 0.2) ? random.between(1, 60) : 0;
+    faults.duplicate = weight("duplicate", 0.5, 0.4);
+    faults.wrong_generation = weight("wrong_generation", 0.5, 0.4);
+    faults.null_context = weight("null_context", 0.5, 0.1);
+    plan.closes_regions = on("closes_regions", 0.2);
+    plan.wrong_ranges = on("wrong_ranges", 0.2);
+    plan.freezes = on("freezes", 0.25);
+    plan.kills = on("kills", 0.2) && plan.ranks > 2;
+    plan.endpoint_errors = on("endpoint_errors", 0.1);
+    plan.cancels = on("cancels", 0.5);
+    plan.local_levels = on("local_levels", 0.5);
+    // Not where order is trusted: a network that pulls its writes keeps none (SPEC T5).
+    const bool pulls = plan.policy.ordering != OrderingClass::ordered && on("rendezvous", 0.25);
+    if (pulls) plan.model.rendezvous_bytes = random.below(EngineOracle::chunk_bytes_max);
+    if (on("busy_ranks", 0.3)) {
+        plan.served = random.chance(0.5) ? 0.5 : 0.2;
+        plan.limits.hard_timeout_ns *= 5;
+    }
+}
 
 Plan make_plan(const EngineSimulationOptions& options, Random& random) {
     Plan plan;
@@ -57,30 +101,11 @@ Plan make_plan(const EngineSimulationOptions& options, Random& random) {
     }
     plan.model.ordering = plan.policy.ordering;
     plan.model.transmit_queue = coin() ? 128 : static_cast<std::uint32_t>(random.between(2, 12));
-    const auto maybe = [&](double most) {
-        return coin() ? most * static_cast<double>(random.between(1, 10)) / 10 : 0.0;
-    };
-    NetworkFaults& faults = plan.faults;
-    faults.again = maybe(0.3);
-    faults.late_delivery = maybe(0.5);
-    faults.late_completion = maybe(0.5);
-    faults.early_local = maybe(0.8);
-    faults.failed_post = random.chance(0.25) ? maybe(0.03) : 0;
-    faults.failed_operation = random.chance(0.4) ? maybe(0.06) : 0;
-    faults.fail_at = random.chance(0.2) ? random.between(1, 60) : 0;
-    faults.duplicate = maybe(0.3);
-    faults.wrong_generation = maybe(0.3);
-    faults.null_context = maybe(0.1);
-    plan.closes_regions = random.chance(0.2);
-    plan.wrong_ranges = random.chance(0.2);
-    plan.freezes = random.chance(0.25);
-    plan.kills = random.chance(0.2) && plan.ranks > 2;
-    plan.endpoint_errors = random.chance(0.1);
-    plan.cancels = coin();
-    plan.local_levels = coin();
+    draw_swarm(plan, random);
     if (options.own_faults) {
         plan.faults = options.faults;
         plan.freezes = plan.kills = plan.endpoint_errors = plan.closes_regions = plan.wrong_ranges = false;
+        plan.swarm.clear();
     }
     return plan;
 }
@@ -93,6 +118,7 @@ class EngineSimulation {
           plan_(make_plan(options, random_)),
           network_(plan_.ranks, plan_.model, plan_.faults, random_.next()),
           oracle_(network_, random_.next()) {
+        network_.keep_trace(options.trace_lines);
         oracle_.errors_possible = plan_.errors_possible();
         members_.resize(plan_.ranks);
         for (std::uint32_t rank = 0; rank < plan_.ranks; ++rank) {
@@ -102,6 +128,7 @@ class EngineSimulation {
             for (std::uint32_t peer = 0; peer < plan_.ranks; ++peer) open_lanes(rank, peer);
         }
         result_.seed = options.seed;
+        result_.swarm = plan_.swarm;
         result_.ranks = plan_.ranks;
         result_.queue_pairs_per_peer = plan_.lanes;
         result_.ordered = plan_.policy.ordering == OrderingClass::ordered;
@@ -113,7 +140,7 @@ class EngineSimulation {
         if (plan_.closes_regions) close_region_at_ = random_.between(2'000, 30'000);
         while (failure().empty() && !submitted_all()) turn(true);
         heal();
-        const TimeNs limit = network_.now() + 40 * plan_.limits.hard_timeout_ns;
+        const TimeNs limit = healed_at_ + 40 * plan_.limits.hard_timeout_ns;
         while (failure().empty() && !converged()) {
             turn(false);
             if (network_.now() > limit) oracle_.fail("did not converge after the network had healed", stuck_rank(), 0);
@@ -154,6 +181,8 @@ class EngineSimulation {
     Engine::Submitted submit_job(std::uint32_t rank, std::uint32_t place);
     void repair(std::uint32_t rank);
     void repair_peer(std::uint32_t rank, std::uint32_t peer);
+    void replace(std::uint32_t rank, EndpointId full);
+    void release_lost(std::uint32_t rank);
     void misfortune();
     void schedule_freeze();
     void advance();
@@ -174,6 +203,9 @@ class EngineSimulation {
     std::optional<TimeNs> kill_at_, verdict_at_, freeze_at_, thaw_at_, close_region_at_;
     std::uint32_t killed_ = 0, frozen_ = 0;
     bool false_verdict_ = false;
+    TimeNs healed_at_ = 0;  // 0: not yet
+    bool again_ = false;    // somebody was pushed back in this turn
+    std::uint32_t again_turns_ = 0;
 };
 
 bool EngineSimulation::open_lanes(std::uint32_t rank, std::uint32_t peer) {
@@ -192,8 +224,9 @@ void EngineSimulation::turn(bool submitting) {
     ++result_.steps;
     misfortune();
     for (std::uint32_t rank = 0; rank < plan_.ranks && failure().empty(); ++rank) {
-        if (runs(rank)) serve(rank, submitting);
+        if (runs(rank) && (healed_at_ > 0 || random_.chance(plan_.served))) serve(rank, submitting);
     }
+    if (result_.steps % 256 == 0) oracle_.check_memory();
     advance();
     if (result_.steps > 400'000) oracle_.fail("too many steps", stuck_rank(), 0);
 }
@@ -201,7 +234,7 @@ void EngineSimulation::turn(bool submitting) {
 void EngineSimulation::serve(std::uint32_t rank, bool submitting) {
     Member& member = members_[rank];
     if (submitting && member.submitted < plan_.requests && random_.chance(0.4)) submit_one(rank);
-    pump(engine(rank), network_.provider(rank), member.arrivals, network_.now(), 2);
+    again_ |= pump(engine(rank), network_.provider(rank), member.arrivals, network_.now(), 2).again > 0;
     for (const Arrival& arrival : member.arrivals) oracle_.check_notification(rank, arrival);
     member.arrivals.clear();
     look_at_jobs(rank);
@@ -349,16 +382,35 @@ void EngineSimulation::submit_one(std::uint32_t rank) {
 // ---- what a runtime does about failures
 
 void EngineSimulation::repair(std::uint32_t rank) {
-    Member& member = members_[rank];
-    if (const auto full = engine(rank).endpoint_to_replace()) {
-        const EndpointId fresh{member.next_endpoint == 16 ? 17 : member.next_endpoint + 1};
-        member.next_endpoint = fresh.value;
-        engine(rank).replace_endpoint(*full, fresh);
-        network_.provider(rank).close_endpoint(*full);
-        engine(rank).on_endpoint_closed(*full, network_.now());
-        note(SimulationEvent::endpoint_replaced);
-    }
+    if (const auto full = engine(rank).endpoint_to_replace()) replace(rank, *full);
+    if (healed_at_ > 0) release_lost(rank);
     for (std::uint32_t peer = 0; peer < plan_.ranks; ++peer) repair_peer(rank, peer);
+}
+
+void EngineSimulation::replace(std::uint32_t rank, EndpointId full) {
+    Member& member = members_[rank];
+    const EndpointId fresh{member.next_endpoint == 16 ? 17 : member.next_endpoint + 1};
+    member.next_endpoint = fresh.value;
+    network_.say("rank " + std::to_string(rank) + " replaces endpoint " + std::to_string(full.value));
+    engine(rank).replace_endpoint(full, fresh);
+    network_.provider(rank).close_endpoint(full);
+    engine(rank).on_endpoint_closed(full, network_.now());
+    note(SimulationEvent::endpoint_replaced);
+}
+
+// Operations whose completion was lost, too few to have their endpoint replaced: whoever wants their records to end
+// (remove_peer, close) asks for it (SPEC T14). Liveness: with the network healed, every ticket ends.
+void EngineSimulation::release_lost(std::uint32_t rank) {
+    if (network_.now() < healed_at_ + 2 * plan_.limits.hard_timeout_ns) return;
+    for (const std::vector<QueuePairId>& lanes : members_[rank].lanes) {
+        for (const QueuePairId lane : lanes) {
+            const QueuePairView view = engine(rank).view(lane);
+            if (view.state != LaneState::quarantined) continue;
+            replace(rank, view.endpoint);
+            note(SimulationEvent::endpoint_healed);
+            return;
+        }
+    }
 }
 
 // A lane that failed stays failed until its peer is closed and opened again.
@@ -433,13 +485,16 @@ void EngineSimulation::misfortune() {
 }
 
 void EngineSimulation::advance() {
+    again_turns_ = again_ ? again_turns_ + 1 : 0;
+    again_ = false;
     if (random_.chance(0.5) && network_.next_event() && *network_.next_event() <= network_.now() + 2'000) {
         network_.run_next();
         return;
     }
     TimeNs next = network_.now() + random_.between(1, 2'000);
-    if (!network_.next_event() && submitted_all()) {
-        // Nothing is on its way: go to what will happen next by the clock.
+    if (!network_.next_event() && submitted_all() && (again_turns_ == 0 || again_turns_ > 100)) {
+        // Nothing is on its way, nor tried again in vain for longer than any burst: go to what happens next by the
+        // clock.
         std::optional<TimeNs> soonest;
         const auto consider = [&](std::optional<TimeNs> at) {
             if (at && (!soonest || *at < *soonest)) soonest = at;
@@ -448,12 +503,16 @@ void EngineSimulation::advance() {
             if (runs(rank)) consider(engine(rank).next_deadline());
         }
         for (const auto& at : {kill_at_, verdict_at_, freeze_at_, thaw_at_}) consider(at);
+        const TimeNs release_at = healed_at_ + 2 * plan_.limits.hard_timeout_ns;
+        if (healed_at_ > 0 && release_at > network_.now()) consider(release_at);
         if (soonest && *soonest > next) next = *soonest;
     }
     network_.run_until(next);
 }
 
 void EngineSimulation::heal() {
+    healed_at_ = std::max<TimeNs>(network_.now(), 1);
+    network_.say("the network heals");
     network_.set_faults({});
     plan_.endpoint_errors = plan_.cancels = false;
     kill_at_.reset();
@@ -485,6 +544,7 @@ std::uint32_t EngineSimulation::stuck_rank() {
 }
 
 void EngineSimulation::check_end_state() {
+    oracle_.check_memory();
     for (std::uint32_t rank = 0; rank < plan_.ranks; ++rank) {
         if (network_.dead(rank)) continue;
         const EngineStatistics end = engine(rank).statistics();
@@ -506,6 +566,8 @@ EngineSimulationResult EngineSimulation::summary() {
     result_.failure = failure();
     result_.trace_hash = network_.trace_hash();
     result_.virtual_ns = network_.now();
+    result_.posts = network_.posts();
+    result_.trace = network_.trace_text();
     result_.landings = oracle_.landings();
     result_.controls = oracle_.controls_checked();
     for (std::size_t i = 0; i < network_faults; ++i) result_.faults[i] = network_.count(static_cast<NetworkFault>(i));

@@ -23,6 +23,7 @@ struct EngineSimulationOptions {
     bool check_engine = true;             // false: only the oracle judges (kept mutants)
     bool own_faults = false;              // use `faults`, not the seed's choice; nobody dies or falls silent then
     NetworkFaults faults;
+    std::uint32_t trace_lines = 0;  // the last so many events, in words
 };
 
 enum class SimulationEvent : std::uint8_t {
@@ -40,8 +41,9 @@ enum class SimulationEvent : std::uint8_t {
     aborted,
     lane_reopened,
     doomed_signal,
+    endpoint_healed,  // replaced after the network had healed, for operations whose completion was lost
 };
-inline constexpr std::size_t simulation_events = 14;
+inline constexpr std::size_t simulation_events = 15;
 const char* name_of(SimulationEvent event);
 
 struct EngineSimulationResult {
@@ -53,7 +55,9 @@ struct EngineSimulationResult {
     std::uint32_t ranks = 0;
     std::uint32_t queue_pairs_per_peer = 0;
     bool ordered = false;  // class A
-    std::uint64_t requests = 0, landings = 0, controls = 0;
+    std::uint64_t requests = 0, landings = 0, controls = 0, posts = 0;
+    std::vector<std::string> swarm;  // the kinds of faults that this seed has switched on
+    std::vector<std::string> trace;
     std::array<std::uint64_t, 3> scopes{};
     std::array<std::uint64_t, network_faults> faults{};
     std::array<std::uint64_t, simulation_events> events{};

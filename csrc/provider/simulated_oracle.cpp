@@ -26,16 +26,55 @@ EngineOracle::EngineOracle(SimulatedNetwork& network, std::uint64_t seed)
         for (std::uint64_t i = 0; i < pieces; ++i) memory_[rank][library][i] = payload_byte(seed_ + rank, i);
     }
     network.connect_all(regions);
+    shadow_ = memory_;
     network.on_landing = [this](const SimulatedNetwork::Landing& landing) { on_landing(landing); };
+    network.on_failure = [this](const SimulatedNetwork::Landing& landing) { on_torn(landing); };
+}
+
+// ---- memory as it has to be
+
+void EngineOracle::expect(std::uint32_t rank, std::uint32_t region, std::uint64_t offset, const std::byte* bytes,
+                          std::uint64_t count) {
+    std::copy(bytes, bytes + count, shadow_[rank][region].begin() + static_cast<std::ptrdiff_t>(offset));
+}
+
+// The piece at `offset` and its neighbours, at once: a stray byte most likely lies there.
+void EngineOracle::check_around(std::uint32_t rank, std::uint32_t region, std::uint64_t offset) {
+    const std::vector<std::byte>& is = memory_[rank][region];
+    const std::uint64_t begin = offset < chunk_bytes_max ? 0 : offset - chunk_bytes_max;
+    const std::uint64_t end = std::min<std::uint64_t>(is.size(), offset + 2 * chunk_bytes_max);
+    if (std::memcmp(is.data() + begin, shadow_[rank][region].data() + begin, end - begin) != 0) check_memory();
+}
+
+void EngineOracle::check_memory() {
+    static constexpr std::array<const char*, regions> names{"outbox", "inbox", "words", "library", "reads", "fragile"};
+    for (std::uint32_t rank = 0; rank < memory_.size(); ++rank) {
+        for (std::uint32_t region = 0; region < regions; ++region) {
+            const std::vector<std::byte>& is = memory_[rank][region];
+            const std::vector<std::byte>& must = shadow_[rank][region];
+            if (std::memcmp(is.data(), must.data(), is.size()) == 0) continue;
+            const auto at = std::mismatch(is.begin(), is.end(), must.begin()).first - is.begin();
+            return fail(
+                "byte " + std::to_string(at) + " of " + names[region] + " was changed by nothing that was asked for",
+                rank, 0);
+        }
+    }
+}
+
+void EngineOracle::on_torn(const SimulatedNetwork::Landing& landing) {
+    const PostCommand& command = landing.command;
+    if (command.kind != OpKind::write) return;
+    const auto index = static_cast<std::uint32_t>(command.local_offset / chunk_bytes_max);
+    const std::uint32_t place = index / chunks_max;
+    const Chunk& chunk = job(landing.source, place).chunks[index % chunks_max];
+    if (!chunk.hopeless) {
+        const std::uint64_t at = inbox_piece(landing.source, place, index % chunks_max);
+        expect(landing.target, inbox, at, memory(landing.target, inbox, at), chunk.bytes);
+        check_around(landing.target, inbox, at);
+    }
     // Where order alone is promised (class A), a signal follows its payload at once: that the payload then fails at the
     // target nobody can know in time.
-    if (network.provider(0).capabilities().ordering != OrderingClass::ordered) return;
-    network.on_failure = [this](const SimulatedNetwork::Landing& landing) {
-        const PostCommand& command = landing.command;
-        if (command.kind != OpKind::write) return;
-        const auto index = static_cast<std::uint32_t>(command.local_offset / chunk_bytes_max);
-        facts_[job(landing.source, index / chunks_max).chunks[index % chunks_max].fact] = excused;
-    };
+    if (network_.provider(0).capabilities().ordering == OrderingClass::ordered) facts_[chunk.fact] = excused;
 }
 
 void EngineOracle::fail(const std::string& what, std::uint32_t rank, std::uint32_t place) {
@@ -66,6 +105,7 @@ void EngineOracle::prepare(std::uint32_t rank, std::uint32_t place) {
         std::byte* source = memory(rank, outbox, piece(place, c));
         const std::uint64_t seed = payload_seed(rank, place, c, it.epoch);
         for (std::uint64_t i = 0; i < it.chunks[c].bytes; ++i) source[i] = payload_byte(seed, i);
+        expect(rank, outbox, piece(place, c), source, it.chunks[c].bytes);
     }
     if (!it.has_control) return;
     it.control_fact = new_fact();
@@ -113,6 +153,12 @@ void EngineOracle::on_landing(const SimulatedNetwork::Landing& landing) {
     if (command.kind == OpKind::read) on_read(landing);
     if (command.kind == OpKind::signal) {
         const auto place = static_cast<std::uint32_t>(command.remote_offset / 8 % jobs_per_rank);
+        const std::uint64_t at = word(landing.source, place);
+        std::uint64_t value = 0;
+        std::memcpy(&value, shadow_[landing.target][words].data() + at, sizeof value);
+        value += job(landing.source, place).epoch;
+        expect(landing.target, words, at, reinterpret_cast<const std::byte*>(&value), sizeof value);
+        check_around(landing.target, words, at);
         on_control(landing.source, place, command.operand);
     }
     if (command.kind == OpKind::notification) {
@@ -124,7 +170,8 @@ void EngineOracle::on_landing(const SimulatedNetwork::Landing& landing) {
 
 void EngineOracle::on_write(const SimulatedNetwork::Landing& landing) {
     const PostCommand& command = landing.command;
-    if (command.remote == remote(landing.target, fragile)) return;
+    if (command.remote == remote(landing.target, fragile))
+        return fail("a write landed in a closed region", landing.source, 0);
     const auto index = static_cast<std::uint32_t>(command.local_offset / chunk_bytes_max);
     const std::uint32_t place = index / chunks_max;
     const std::uint32_t c = index % chunks_max;
@@ -136,6 +183,8 @@ void EngineOracle::on_write(const SimulatedNetwork::Landing& landing) {
     if (!matches(at, payload_seed(landing.source, place, c, it.epoch), it.chunks[c].bytes)) {
         fail("a write landed with bytes of another epoch: its source was reused too early", landing.source, place);
     }
+    expect(landing.target, inbox, inbox_piece(landing.source, place, c), at, it.chunks[c].bytes);
+    check_around(landing.target, inbox, inbox_piece(landing.source, place, c));
 }
 
 void EngineOracle::on_read(const SimulatedNetwork::Landing& landing) {
@@ -143,6 +192,10 @@ void EngineOracle::on_read(const SimulatedNetwork::Landing& landing) {
     Job& it = job(landing.source, index / chunks_max);
     if (!it.active) return fail("a read landed after its request was terminal", landing.source, index / chunks_max);
     facts_[it.chunks[index % chunks_max].fact] = 1;
+    const std::uint64_t at = piece(index / chunks_max, index % chunks_max);
+    expect(landing.source, reads, at, shadow_[landing.target][library].data() + at,
+           it.chunks[index % chunks_max].bytes);
+    check_around(landing.source, reads, at);
 }
 
 void EngineOracle::on_control(std::uint32_t rank, std::uint32_t place, std::uint64_t epoch) {
@@ -234,6 +287,9 @@ void EngineOracle::scribble(std::uint32_t rank, std::uint32_t place) {
     const std::size_t bytes = std::size_t{chunks_max} * chunk_bytes_max;
     std::memset(memory(rank, outbox, piece(place, 0)), 0xee, bytes);
     std::memset(memory(rank, reads, piece(place, 0)), 0xee, bytes);
+    for (const std::uint32_t region : {std::uint32_t{outbox}, std::uint32_t{reads}}) {
+        expect(rank, region, piece(place, 0), memory(rank, region, piece(place, 0)), bytes);
+    }
 }
 
 }  // namespace expertwire

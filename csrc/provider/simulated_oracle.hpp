@@ -88,6 +88,8 @@ class EngineOracle {
     // True: it has just ended with `status`.
     bool check_end(std::uint32_t rank, std::uint32_t place, Engine& engine, Status& status);
     void check_notification(std::uint32_t at, const Arrival& arrival);
+    // Every byte of every rank against what its user and the landings asked for may have made of it.
+    void check_memory();
 
     bool errors_possible = false;  // else every request must succeed
     const std::string& failure() const { return failure_; }
@@ -100,6 +102,10 @@ class EngineOracle {
     void on_write(const SimulatedNetwork::Landing& landing);
     void on_read(const SimulatedNetwork::Landing& landing);
     void on_control(std::uint32_t rank, std::uint32_t place, std::uint64_t epoch);
+    void on_torn(const SimulatedNetwork::Landing& landing);
+    void expect(std::uint32_t rank, std::uint32_t region, std::uint64_t offset, const std::byte* bytes,
+                std::uint64_t count);
+    void check_around(std::uint32_t rank, std::uint32_t region, std::uint64_t offset);
     void check_success(std::uint32_t rank, std::uint32_t place);
     bool over(std::uint32_t rank, std::uint32_t place);
     bool untouched(std::uint32_t rank, std::uint32_t place);
@@ -117,6 +123,9 @@ class EngineOracle {
     SimulatedNetwork& network_;
     std::uint64_t seed_;
     std::vector<std::array<std::vector<std::byte>, regions>> memory_;  // [rank][region]
+    // The same memory as it has to be: changed by what the user does and by what he asked for, never by the operations
+    // that were posted for it.
+    std::vector<std::array<std::vector<std::byte>, regions>> shadow_;
     std::vector<Job> jobs_;
     static constexpr std::uint8_t excused = 2;
     std::vector<std::uint8_t> facts_;  // one per operation of the run: 1 when it has landed

@@ -5,10 +5,18 @@ Expertwire's deterministic simulation. Use expertwire.testing; this module's nam
 from collections.abc import Sequence
 
 
-def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False) -> list:
+def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False, trace_lines: int = 0) -> list:
     """
-    Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice.
+    Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. `trace`: the last `trace_lines` events in words.
     """
+
+def run_engine_nth(seed: int, how: str, ranks: int = 2, requests_per_rank: int = 6) -> dict:
+    """
+    The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 2, … until there is no n-th one. {'struck': how many there were, 'failures': [(n, text)]}.
+    """
+
+def nth_faults() -> list[str]:
+    """What may become of the n-th operation."""
 
 def set_mutant(name: str) -> None:
     """
@@ -62,9 +70,14 @@ class EngineProbe:
 
     def statistics(self) -> dict: ...
 
-def run_exchange_seeds(first: int, count: int, mutant: str = 'none', stop: bool = False) -> dict:
+def run_exchange_seeds(first: int, count: int, mutant: str = 'none', stop: bool = False, trace_lines: int = 0, fail_at: int = 0, fail_how: str = 'operation') -> dict:
     """
-    Runs seeds first … first + count - 1. {'failures': [(seed, text)], 'trace_hashes': [int], 'coverage': {name: count}}. `stop`: end at the first failure.
+    Runs seeds first … first + count - 1. {'failures': [(seed, text)], 'trace_hashes': [int], 'coverage': {name: count}, 'trace': the last run's last `trace_lines` events in words}. `stop`: end at the first failure.
+    """
+
+def run_exchange_nth(seed: int, how: str, stride: int = 1) -> dict:
+    """
+    The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 1 + stride, … until there is no n-th one. {'struck': how many there were, 'failures': [(n, text)], 'coverage': …}.
     """
 
 def exchange_layout(rank: int, node_of: Sequence[int], local_experts_max: int, ring_slots: int, slot_bytes: int) -> dict:

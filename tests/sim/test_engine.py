@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +12,25 @@ import pytest
 
 from expertwire.errors import InvalidArgumentError
 from expertwire.testing.cluster import RunReport, SimulatedCluster, coverage, kept_mutant, simulation
-from expertwire.testing.faults import NetworkFaults
+from expertwire.testing.faults import NTH_FAULTS, NetworkFaults
 from expertwire.testing.oracle import check_payload, payload, payload_seed
 
 SEEDS = 1200
 SEEDS_FILE = Path(__file__).with_name("seeds.txt")
-ENGINE_MUTANTS = ("no_gate", "count_for_prefix", "no_generation_check", "publish_before_drain", "buffer_freed_at_timeout")
+ENGINE_MUTANTS = (
+    "no_gate",
+    "count_for_prefix",
+    "no_generation_check",
+    "publish_before_drain",
+    "buffer_freed_at_timeout",
+    "long_write",  # seen by the shadow of the memory alone
+    "never_reopens",  # seen by what must end once the network has healed
+)
 
 
 def kept_seeds() -> list[int]:
-    lines = (line.split("#")[0].strip() for line in SEEDS_FILE.read_text().splitlines())
-    return [int(line) for line in lines if line]
+    lines = (line.split("#")[0].split() for line in SEEDS_FILE.read_text().splitlines())
+    return [int(words[1]) for words in lines if words and words[0] == "engine"]
 
 
 def fail_with(failed: list[RunReport]) -> None:
@@ -28,7 +39,7 @@ def fail_with(failed: list[RunReport]) -> None:
     with SEEDS_FILE.open("a") as file:
         for report in failed:
             if report.seed not in known:
-                file.write(f"{report.seed}  # {report.failure}\n")
+                file.write(f"engine {report.seed}  # {report.failure}\n")
     shown = "\n".join(f"seed {report.seed}: {report.failure}\n  replay: {report.replay_command()}" for report in failed[:5])
     pytest.fail(f"{len(failed)} seeds failed; they were added to {SEEDS_FILE.name}\n{shown}", pytrace=False)
 
@@ -92,11 +103,30 @@ def test_without_faults_everything_succeeds() -> None:
         assert "DRAINING->FAILED" not in report.transitions
 
 
-def test_every_kth_operation_fails() -> None:
-    """For every k: the k-th operation fails, and all else holds."""
-    for k in range(1, 60):
-        report = SimulatedCluster(ranks=2, requests_per_rank=6, faults=NetworkFaults(fail_at=k)).run(k)
-        assert report.passed, f"k={k}: {report.failure}"
+@pytest.mark.parametrize("how", NTH_FAULTS)
+def test_the_nth_operation_fails_for_every_n(how: str) -> None:
+    """The n-th operation fails, and nothing else does: everything that does not depend on it goes on, for every n."""
+    for seed, ranks in ((1, 2), (2, 3), (3, 2)):
+        result = simulation().run_engine_nth(seed, how, ranks, 6)
+        assert result["failures"] == [], f"replay: python -m expertwire.testing.sweep --replay engine-nth:{seed}:{how}:N"
+        assert result["struck"] > 20
+
+
+def test_every_kind_of_fault_was_on_without_each_other(thousand: list[RunReport]) -> None:
+    """Swarm testing: a kind that is always there hides what another would show alone."""
+    swarms = [set(report.swarm) for report in thousand]
+    kinds = set().union(*swarms)
+    assert len(kinds) == 20
+    missing = [(a, b) for a, b in permutations(kinds, 2) if not any(a in swarm and b not in swarm for swarm in swarms)]
+    assert missing == []
+
+
+def test_another_process_sees_the_same_trace(thousand: list[RunReport]) -> None:
+    for report in thousand[3:5]:
+        command = [sys.executable, "-m", "expertwire.testing.sweep", "--replay", f"engine:{report.seed}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert f"engine:{report.seed}: held; trace {report.trace_hash:#018x}" in done.stdout
+        assert "the network heals" in done.stdout
 
 
 def test_again_torture() -> None:
@@ -110,6 +140,8 @@ def test_again_torture() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(InvalidArgumentError, match=r"again is 1\.5"):
         NetworkFaults(again=1.5)
+    with pytest.raises(InvalidArgumentError, match="fail_how is 'never'"):
+        NetworkFaults(fail_how="never")
     with pytest.raises(InvalidArgumentError, match="ranks=65"):
         SimulatedCluster(ranks=65)
     with pytest.raises(InvalidArgumentError, match="no_such"), kept_mutant("no_such"):

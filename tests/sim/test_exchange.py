@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from expertwire import _simulation
+from expertwire.testing.faults import NTH_FAULTS
 
+SEEDS_FILE = Path(__file__).with_name("seeds.txt")
 SEEDS = 1_000
 BATCH = 125
 MUTANT_SEEDS = 60
 
-FAULTS = ("again", "late_delivery", "late_completion", "early_local", "failed_operation", "duplicate", "wrong_generation", "full_queue")
+FAULTS = (
+    "again",
+    "late_delivery",
+    "late_completion",
+    "early_local",
+    "failed_operation",
+    "failed_post",
+    "lost_completion",
+    "duplicate",
+    "wrong_generation",
+    "null_context",
+    "full_queue",
+)
 SITUATIONS = (
     "began_while_others_were_behind",
     "capacity_errors",
@@ -24,6 +39,7 @@ SITUATIONS = (
     "dispatch_weights",
     "dispatch_without_topk",
     "duplicate_ids",
+    "endpoints_replaced",
     "fewer_experts_than_ranks",
     "index_i32",
     "index_i64",
@@ -34,6 +50,7 @@ SITUATIONS = (
     "put_failures",
     "rank_all_minus_one",
     "rank_without_tokens",
+    "rendezvous",
     "scattered_nodes",
     "submissions_pushed_back",
     "uneven_experts",
@@ -72,10 +89,32 @@ def test_same_seed_same_trace() -> None:
     assert len(set(first)) == 40
 
 
-@pytest.mark.parametrize("mutant", ["no_gate", "no_epoch_in_counters", "no_wait_for_notify"])
+@pytest.mark.parametrize("mutant", ["no_gate", "no_epoch_in_counters", "no_wait_for_notify", "long_write"])
 def test_the_oracle_catches(mutant: str) -> None:
     result = _simulation.run_exchange_seeds(0, MUTANT_SEEDS, mutant=mutant, stop=True)
     assert result["failures"], f"{mutant} went unseen through {MUTANT_SEEDS} seeds"
+
+
+@pytest.mark.parametrize("how", NTH_FAULTS)
+def test_the_nth_operation_fails_for_every_n(how: str) -> None:
+    """Whoever ends well has the right bytes, whoever does not knows why, and every ticket ends."""
+    result = _simulation.run_exchange_nth(2, how)
+    assert result["failures"] == []
+    assert result["struck"] > 50
+    assert result["coverage"].get("endpoints_replaced", 0) > 0 or how != "lost"
+    put_failures = result["coverage"]["put_failures"]
+    assert put_failures > 20 or how in ("again", "lost")
+    assert put_failures == 0 or how != "again", "being pushed back is never fatal"
+
+
+def kept_seeds() -> list[int]:
+    lines = (line.split("#")[0].split() for line in SEEDS_FILE.read_text().splitlines())
+    return [int(words[1]) for words in lines if words and words[0] == "exchange"]
+
+
+def test_seeds_that_failed_once() -> None:
+    for seed in kept_seeds():
+        assert _simulation.run_exchange_seeds(seed, 1)["failures"] == [], f"seed {seed}"
 
 
 def test_an_unknown_mutant_is_refused() -> None:

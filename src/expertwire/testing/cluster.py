@@ -1,13 +1,11 @@
 """A simulated cluster: the engine of every rank over one network in virtual time. The same seed gives the same run.
 
-`python -m expertwire.testing.cluster --seed N` replays one run and says what went wrong in it.
+`python -m expertwire.testing.sweep --replay engine:SEED` replays one run and says what went wrong in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -45,6 +43,9 @@ class RunReport:
     requests: int
     landings: int
     controls: int
+    posts: int  # operations that the network took, or failed
+    swarm: tuple[str, ...]  # the kinds of faults that the seed had switched on
+    trace: tuple[str, ...]  # the last events in words, where they were asked for
     scopes: tuple[int, int, int]  # controls of scope request, queue_pair, peer
     faults: dict[str, int]  # how often the network did what
     events: dict[str, int]  # what else happened: cancels, verdicts, replaced endpoints, …
@@ -57,7 +58,7 @@ class RunReport:
 
     def replay_command(self) -> str:
         """The one command that runs this seed again."""
-        return f"python -m expertwire.testing.cluster --seed {self.seed}"
+        return f"python -m expertwire.testing.sweep --replay engine:{self.seed}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Coverage:
     faults: dict[str, int]
     events: dict[str, int]
     transitions: dict[str, int]
+    swarm: dict[str, int]  # kind of fault → runs that had it switched on
 
     def text(self) -> str:
         """A few lines for people."""
@@ -82,7 +84,12 @@ class Coverage:
             "queue pairs per peer: " + ", ".join(f"{n} in {count}" for n, count in sorted(self.queue_pairs_per_peer.items())),
             "scopes: request {}, queue_pair {}, peer {}".format(*self.scopes),
         ]
-        for name, table in (("faults", self.faults), ("events", self.events), ("transitions", self.transitions)):
+        for name, table in (
+            ("switched on", self.swarm),
+            ("faults", self.faults),
+            ("events", self.events),
+            ("transitions", self.transitions),
+        ):
             rows.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in table.items()))
         return "\n".join(rows)
 
@@ -91,7 +98,7 @@ def coverage(reports: Iterable[RunReport]) -> Coverage:
     """Sum up what the runs went through."""
     ranks: dict[int, int] = {}
     pairs: dict[int, int] = {}
-    tables: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
+    tables: tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {}, {})
     scopes = [0, 0, 0]
     runs = ordered = requests = 0
     for report in reports:
@@ -102,7 +109,8 @@ def coverage(reports: Iterable[RunReport]) -> Coverage:
         pairs[report.queue_pairs_per_peer] = pairs.get(report.queue_pairs_per_peer, 0) + 1
         for i, count in enumerate(report.scopes):
             scopes[i] += count
-        for table, part in zip(tables, (report.faults, report.events, report.transitions), strict=True):
+        switched = dict.fromkeys(report.swarm, 1)
+        for table, part in zip(tables, (report.faults, report.events, report.transitions, switched), strict=True):
             for key, value in part.items():
                 table[key] = table.get(key, 0) + value
     return Coverage(runs, ranks, pairs, ordered, requests, (scopes[0], scopes[1], scopes[2]), *tables)
@@ -142,7 +150,7 @@ class SimulatedCluster:
         rows: list[dict[str, Any]] = simulation().run_engine(
             numbers, self.ranks, self.requests_per_rank, self.check_engine, options, stop_at_failure
         )
-        return [RunReport(**row) for row in rows]
+        return [RunReport(**{**row, "swarm": tuple(row["swarm"]), "trace": tuple(row["trace"])}) for row in rows]
 
 
 @contextmanager
@@ -159,26 +167,3 @@ def kept_mutant(name: str) -> Iterator[None]:
         yield
     finally:
         core.set_mutant("none")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Replay; the exit status is 1 where a run failed."""
-    parser = argparse.ArgumentParser(prog="python -m expertwire.testing.cluster", description="Replay runs of the engine's simulation.")
-    parser.add_argument("--seed", type=int, required=True, help="the run's seed (the first one of --count)")
-    parser.add_argument("--count", type=int, default=1, help="how many seeds from there on")
-    parser.add_argument("--ranks", type=int, default=0, help="0: the seed decides")
-    parser.add_argument("--mutant", default="none", help="switch a kept fault on")
-    options = parser.parse_args(arguments)
-    with kept_mutant(options.mutant):
-        reports = SimulatedCluster(ranks=options.ranks).run_many(range(options.seed, options.seed + options.count))
-    print(coverage(reports).text())
-    failed = [report for report in reports if not report.passed]
-    for report in failed:
-        print(f"seed {report.seed} FAILED: {report.failure}")
-    if not failed:
-        print(f"all {len(reports)} runs held; trace of the last one {reports[-1].trace_hash:#018x}")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

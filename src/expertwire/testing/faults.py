@@ -6,6 +6,8 @@ import dataclasses
 
 from expertwire.errors import InvalidArgumentError
 
+NTH_FAULTS = ("operation", "post", "again", "lost")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NetworkFaults:
@@ -23,7 +25,9 @@ class NetworkFaults:
     early_local: float = 0.0  # "the source buffer is free" is reported before the bytes are visible at the target
     failed_post: float = 0.0
     failed_operation: float = 0.0  # completes with an error; the bytes may have landed in part
+    lost_completion: float = 0.0  # it lands, and no completion ever comes
     fail_at: int = 0  # the k-th operation of the whole network fails; 0: none
+    fail_how: str = "operation"  # … with an error; "post": at once; "again": a burst of pushing back; "lost": without a word
     duplicate: float = 0.0  # the completion comes twice
     wrong_generation: float = 0.0  # a completion for an older use of a slot comes as well
     null_context: float = 0.0  # an error completion that names no operation comes as well
@@ -31,6 +35,8 @@ class NetworkFaults:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name == "fail_how" and value not in NTH_FAULTS:
+                raise InvalidArgumentError(f"NetworkFaults.fail_how is {value!r}, but it must be one of {', '.join(NTH_FAULTS)}")
             if isinstance(field.default, float) and not 0.0 <= value <= 1.0:
                 raise InvalidArgumentError(f"NetworkFaults.{field.name} is {value}, but a probability lies in 0 … 1")
             if isinstance(field.default, int) and value < 0:
@@ -38,8 +44,9 @@ class NetworkFaults:
 
     def can_fail(self) -> bool:
         """Whether an operation may end with an error."""
-        return self.failed_post > 0 or self.failed_operation > 0 or self.fail_at > 0
+        nth = self.fail_at > 0 and self.fail_how != "again"
+        return self.failed_post > 0 or self.failed_operation > 0 or self.lost_completion > 0 or nth
 
-    def as_options(self) -> dict[str, float | int]:
+    def as_options(self) -> dict[str, float | int | str]:
         """The fields by name, as the native simulation takes them."""
         return dataclasses.asdict(self)
