@@ -98,15 +98,10 @@ void take_word(const nb::dict& options, const char* key, T& field,
 }
 
 runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, const nb::dict& options) {
-    static constexpr const char* known[] = {"provider",        "libraries",
-                                            "source_address",  "domain",
-                                            "signal_path",     "delivery_complete",
-                                            "trust_order",     "rendezvous_threshold",
-                                            "max_outstanding", "lanes",
-                                            "requests_max",    "counters",
-                                            "timeout_ms",      "hard_timeout_ms",
-                                            "heartbeat_ms",    "silence_ms",
-                                            "sync_writes",     "liveness"};
+    static constexpr const char* known[] = {
+        "provider",    "libraries",       "source_address",  "domain",     "signal_path",  "delivery_complete",
+        "trust_order", "rendezvous",      "max_outstanding", "lanes",      "requests_max", "counters",
+        "timeout_ms",  "hard_timeout_ms", "heartbeat_ms",    "silence_ms", "sync_writes",  "liveness"};
     for (auto [key, value] : options) {
         const std::string name = text(key);
         if (std::none_of(std::begin(known), std::end(known), [&](const char* word) { return name == word; }))
@@ -119,7 +114,7 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
     take_option(options, "libraries", result.libraries);
     take_option(options, "source_address", result.source_address);
     take_option(options, "domain", result.domain);
-    take_option(options, "rendezvous_threshold", result.settings.rendezvous_threshold);
+    take_option(options, "rendezvous", result.settings.rendezvous);
     take_option(options, "trust_order", result.settings.trust_order);
     take_word(options, "signal_path", result.signal_path,
               {{"auto", SignalPath::automatic}, {"atomic", SignalPath::atomic}, {"message", SignalPath::message}});
@@ -510,7 +505,7 @@ void bind_context(nb::module_& module) {
         "rank"_a, "size"_a, "options"_a,
         "options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,\n"
         "signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, "
-        "rendezvous_threshold,\n"
+        "rendezvous,\n"
         "max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, "
         "sync_writes,\n"
         "liveness ('auto', 'heartbeat').\n"

@@ -7,6 +7,7 @@
 
 #include "bind/native_bind.hpp"
 #include "bind/native_probe.hpp"
+#include "provider/capabilities_table.hpp"
 #include "provider/libfabric.hpp"
 #include "provider/loader.hpp"
 #include "provider/local.hpp"
@@ -35,7 +36,7 @@ ProviderSettings settings_from(const nb::dict& options) {
                                  : word == "0" ? DeliveryComplete::off
                                                : DeliveryComplete::automatic;
     settings.trust_order = nb::cast<bool>(options.get("trust_order", nb::bool_(false)));
-    settings.rendezvous_threshold = nb::cast<std::string>(options.get("rendezvous_threshold", nb::str("")));
+    settings.rendezvous = nb::cast<std::string>(options.get("rendezvous", nb::str("")));
     return settings;
 }
 
@@ -54,7 +55,9 @@ nb::dict to_dict(const Capabilities& capabilities) {
     row["inject_bytes_max"] = capabilities.inject_bytes_max;
     row["transmit_queue"] = capabilities.transmit_queue;
     row["waits_on_descriptor"] = capabilities.waits_on_descriptor;
+    row["tested"] = capabilities.tested;
     row["why"] = capabilities.why;
+    row["source"] = capabilities.source;
     return row;
 }
 
@@ -111,10 +114,35 @@ nb::list provider_facts(const std::vector<std::string>& candidates, const nb::di
     return list;
 }
 
+const char* trust_name(OrderTrust trust) {
+    return trust == OrderTrust::never ? "never" : trust == OrderTrust::on_request ? "on_request" : "as_granted";
+}
+
+nb::list provider_table_rows() {
+    nb::list rows;
+    for (const ProviderRules& rules : provider_table()) {
+        nb::dict row;
+        row["name"] = rules.name;
+        row["tested"] = rules.tested;
+        row["avoided"] = rules.avoided;
+        row["order"] = trust_name(rules.order);
+        row["delivery_complete_kept"] = rules.delivery_complete_kept;
+        row["atomics_kept"] = rules.atomics_kept;
+        row["plain_completion_gates"] = rules.plain_completion_gates;
+        row["immediates_missing"] = rules.immediates_missing;
+        row["binds_ip_address"] = rules.binds_ip_address;
+        row["reports_death"] = rules.reports_death;
+        row["source"] = rules.source;
+        rows.append(row);
+    }
+    return rows;
+}
+
 nb::dict gate_facts(const nb::dict& granted, const nb::dict& options) {
     const auto flag = [&](const char* name) { return nb::cast<bool>(granted.get(name, nb::bool_(false))); };
     GrantedOrder order;
     order.provider = nb::cast<std::string>(granted["provider"]);
+    order.fabric = nb::cast<std::string>(granted.get("fabric", nb::str("")));
     order.write_after_write = flag("write_after_write");
     order.send_after_write = flag("send_after_write");
     order.waw_bytes_max = nb::cast<std::uint64_t>(granted.get("waw_bytes_max", nb::int_(0)));
@@ -150,6 +178,8 @@ void bind_provider(nb::module_& module) {
     module.def("provider_facts", &bind::provider_facts, nb::arg("candidates"), nb::arg("settings"),
                "What fi_getinfo offers with the hints that the core uses, one dict per provider and domain; [] without "
                "a library.");
+    module.def("provider_table", &bind::provider_table_rows,
+               "What is known of each provider beside what getinfo grants, with its source: one dict per provider.");
     module.def("gate_facts", &bind::gate_facts, nb::arg("granted"), nb::arg("settings"),
                "Ordering class and gate policy for what a getinfo grants (pure): {ordering, safe, why, "
                "delivery_complete, refused}.");

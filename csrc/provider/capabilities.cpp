@@ -1,53 +1,50 @@
 #include "provider/capabilities.hpp"
 
+#include "provider/capabilities_table.hpp"
 #include "provider/provider.hpp"
 
 namespace expertwire {
 namespace {
 
-bool is(const std::string& provider, const char* core) {
-    return provider == core || provider.rfind(std::string(core) + ";", 0) == 0;
+// Order that is believed, in words; "" where none is.
+std::string order_proof(const GrantedOrder& granted, const ProviderSettings& settings, const ProviderRules& rules) {
+    const bool order_bit = granted.atomics ? granted.write_after_write : granted.send_after_write;
+    const std::string bit = granted.atomics ? "FI_ORDER_WAW" : "FI_ORDER_SAW";
+    // Order is per endpoint (fi_endpoint(3), msg_order).
+    if (!order_bit || granted.endpoints > 1 || rules.order == OrderTrust::never) return "";
+    if (rules.order == OrderTrust::on_request) {
+        // What is pulled by the target is overtaken by an eager atomic, and getinfo does not show it (source A, with a
+        // threshold of 0). With any of these settings changed nobody has measured which sizes are pulled.
+        const bool pulled = core_of(granted.provider) == "cxi" && !settings.rendezvous.empty();
+        return settings.trust_order && !pulled ? "EXPERTWIRE_TRUST_ORDER=1 and " + bit + " granted" : "";
+    }
+    if (granted.waw_bytes_max == 0) return "";
+    return bit + " granted on tx and rx up to " + std::to_string(granted.waw_bytes_max) + " bytes (fi_endpoint(3))";
 }
 
 }  // namespace
 
 OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettings& settings) {
-    const auto gated = [&](std::string why) -> OrderingVerdict {
-        if (granted.delivery_complete) return {OrderingClass::delivery_gated, true, std::move(why)};
-        // Source A measured cxi's ordinary completion as good enough to gate on; nobody measured that elsewhere.
-        if (is(granted.provider, "cxi"))
-            return {OrderingClass::delivery_gated, true, std::move(why) + "; cxi's own completion (source A)"};
-        return {OrderingClass::delivery_gated, false,
-                std::move(why) + ", and no delivery-complete (fi_cq(3)): nothing says when a payload is in place"};
-    };
-    for (const char* avoided : {"sockets", "udp", "net"}) {
-        if (is(granted.provider, avoided)) return {OrderingClass::delivery_gated, false, "known to misbehave; use tcp"};
+    const ProviderRules& rules = rules_of(granted.provider, granted.fabric);
+    if (*rules.avoided != '\0') return {OrderingClass::delivery_gated, false, rules.avoided};
+    if (std::string proof = order_proof(granted, settings, rules); !proof.empty()) {
+        return {OrderingClass::ordered, true, std::move(proof)};
     }
-    // A signal overtook its payload here, even when gated on the ordinary completion (DESIGN, measured at 7 and 64
-    // KiB).
-    if (is(granted.provider, "tcp")) return gated("tcp: overtaking was measured, advertised order is not relied on");
-    if (granted.endpoints > 1) return gated("several endpoints: order is per endpoint (fi_endpoint(3), msg_order)");
-    const bool order_bit = granted.atomics ? granted.write_after_write : granted.send_after_write;
-    const char* bit = granted.atomics ? "FI_ORDER_WAW" : "FI_ORDER_SAW";
-    if (is(granted.provider, "shm") || is(granted.provider, "cxi")) {
-        if (settings.trust_order && order_bit &&
-            !(is(granted.provider, "cxi") && settings.rendezvous_threshold == "0")) {
-            return {OrderingClass::ordered, true, std::string("EXPERTWIRE_TRUST_ORDER=1 and ") + bit + " granted"};
-        }
-        return gated(is(granted.provider, "shm") ? "shm: grants WAW for 0 bytes, which promises nothing"
-                                                 : "cxi: order depends on FI_CXI_RDZV_THRESHOLD, unseen by getinfo");
+    if (granted.delivery_complete && rules.delivery_complete_kept) {
+        return {OrderingClass::delivery_gated, true, "no order is proved: signals wait for delivery-complete"};
     }
-    if (order_bit && granted.waw_bytes_max > 0) {
-        return {OrderingClass::ordered, true,
-                std::string(bit) + " granted on tx and rx up to " + std::to_string(granted.waw_bytes_max) +
-                    " bytes (fi_endpoint(3))"};
+    if (rules.plain_completion_gates) {
+        return {OrderingClass::delivery_gated, true,
+                "no delivery-complete here; its own completion will do (source A)"};
     }
-    if (granted.delivery_complete) return gated(std::string(bit) + " not granted");
+    const std::string missing = rules.delivery_complete_kept ? "no delivery-complete (fi_cq(3))"
+                                                             : "a delivery-complete that means no more than sent";
     if (granted.immediates) {
         return {OrderingClass::counted_immediates, false,
-                "no order and no delivery-complete: needs counted immediates, which this version does not have"};
+                "no order is proved and " + missing + ": needs counted immediates, which this version does not have"};
     }
-    return gated(std::string(bit) + " not granted");
+    return {OrderingClass::delivery_gated, false,
+            "no order is proved and " + missing + ": nothing says when a payload is in place"};
 }
 
 GatePolicy make_gate_policy(const Capabilities& capabilities, const ProviderSettings& settings, ControlResult& result) {
@@ -70,7 +67,7 @@ GatePolicy make_gate_policy(const Capabilities& capabilities, const ProviderSett
             policy.delivery_complete = capabilities.delivery_complete;
             break;
         case DeliveryComplete::off:
-            if (needed && !is(capabilities.provider, "cxi")) {
+            if (needed && !rules_of(capabilities.provider).plain_completion_gates) {
                 result = {Status::refused, 0,
                           "EXPERTWIRE_DELIVERY_COMPLETE=0 is unsafe on provider \"" + capabilities.provider + "\" (" +
                               capabilities.why +

@@ -25,7 +25,9 @@ struct Capabilities {
     std::uint64_t inject_bytes_max = 0;                   // largest operation that the provider copies at the post
     std::uint32_t transmit_queue = 0;                     // operations one endpoint holds before it says AGAIN
     bool waits_on_descriptor = false;                     // wait_fd() is a descriptor; else polling is bounded by time
-    std::string why;                                      // the source of these statements, for doctor
+    bool tested = true;                                   // false: from man pages and sources; nobody has run it
+    std::string why;                                      // what decided the ordering class
+    std::string source;                                   // where the provider's row comes from
 };
 
 // SPEC T8: EXPERTWIRE_DELIVERY_COMPLETE.
@@ -34,14 +36,15 @@ enum class DeliveryComplete : std::uint8_t { automatic, on, off };
 // What the user and the provider's own environment ask for. Read from the environment in fabric/config.py only.
 struct ProviderSettings {
     DeliveryComplete delivery_complete = DeliveryComplete::automatic;
-    bool trust_order = false;          // EXPERTWIRE_TRUST_ORDER=1
-    std::string rendezvous_threshold;  // FI_CXI_RDZV_THRESHOLD as found, "" when unset
+    bool trust_order = false;  // EXPERTWIRE_TRUST_ORDER=1
+    std::string rendezvous;    // FI_CXI_RDZV_* as found, "NAME=VALUE …", "" where none is set
 };
 
 // What `fi_getinfo` grants, as far as it decides the ordering class. Pure data, so that the rules are tested without a
 // NIC.
 struct GrantedOrder {
     std::string provider;
+    std::string fabric;               // where one provider has several ("efa", "efa-direct")
     bool write_after_write = false;   // FI_ORDER_WAW itself, on tx and rx
     bool send_after_write = false;    // FI_ORDER_SAW, on tx and rx
     std::uint64_t waw_bytes_max = 0;  // max_order_waw_size

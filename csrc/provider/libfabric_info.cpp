@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 
+#include "provider/capabilities_table.hpp"
 #include "provider/libfabric_objects.hpp"
 
 namespace expertwire::fabric {
@@ -58,8 +59,9 @@ std::string text(const char* words) {
     return words != nullptr ? words : "";
 }
 
-bool is(const std::string& provider, const char* core) {
-    return provider == core || provider.rfind(std::string(core) + ";", 0) == 0;
+// A NIC's domain by its own name, or with what the provider adds to it: efa calls "rdmap0s6" "rdmap0s6-rdm".
+bool is_domain(const std::string& offered, const std::string& wanted) {
+    return wanted.empty() || offered == wanted || offered.starts_with(wanted + "-");
 }
 
 std::string address_text(const fi_info& info) {
@@ -109,7 +111,9 @@ Info select_info(const std::shared_ptr<const LibfabricLibrary>& library, const L
                  ControlResult& result) {
     const std::string provider = full_provider_name(options.provider);
     std::string source;
-    if (!resolve_source(options.source_address, source)) {
+    // Others are chosen by their domain: shm would take an IP address for its name, and every process for the same.
+    const bool binds_ip = rules_of(provider).binds_ip_address;
+    if (binds_ip && !resolve_source(options.source_address, source)) {
         result = {Status::invalid, 0,
                   "interface \"" + options.source_address +
                       "\" does not exist here or has no IP address; "
@@ -117,15 +121,26 @@ Info select_info(const std::shared_ptr<const LibfabricLibrary>& library, const L
         return Info(nullptr, InfoDeleter{library});
     }
     int code = 0;
+    std::string unsafe;
     for (const Wish& wish : kWishes) {
         if (wish.atomics && options.signal_path == SignalPath::message) continue;
         if (!wish.atomics && options.signal_path == SignalPath::atomic) continue;
+        if (wish.atomics && options.signal_path == SignalPath::automatic && !rules_of(provider).atomics_kept) continue;
         Info list = query(library, provider, source, wish.atomics, wish.delivery_complete, code);
         for (const fi_info* item = list.get(); item != nullptr; item = item->next) {
-            if (!options.domain.empty() && options.domain != text(item->domain_attr->name)) continue;
+            if (!is_domain(text(item->domain_attr->name), options.domain)) continue;
             if (provider != text(item->fabric_attr->prov_name)) continue;
+            // The wider wishes come later: efa's two fabrics must not be mistaken for each other.
+            if (!classify_order(granted_order(*item, options.endpoints), options.settings).safe) {
+                unsafe = classify_order(granted_order(*item, options.endpoints), options.settings).why;
+                continue;
+            }
             return Info(library->calls().dupinfo(item), InfoDeleter{library});
         }
+    }
+    if (!unsafe.empty()) {
+        result = {Status::refused, 0, "provider \"" + options.provider + "\" cannot be used safely: " + unsafe};
+        return Info(nullptr, InfoDeleter{library});
     }
     result = {Status::refused, code,
               "libfabric " + std::to_string(library->major()) + "." + std::to_string(library->minor()) + " (" +
@@ -140,13 +155,16 @@ Info select_info(const std::shared_ptr<const LibfabricLibrary>& library, const L
 
 GrantedOrder granted_order(const fi_info& info, std::uint32_t endpoints) {
     const std::uint64_t both = info.tx_attr->msg_order & info.rx_attr->msg_order;
+    const std::string fabric = text(info.fabric_attr->name);
+    const ProviderRules& rules = rules_of(text(info.fabric_attr->prov_name), fabric);
     return {.provider = text(info.fabric_attr->prov_name),
+            .fabric = fabric,
             .write_after_write = (both & FI_ORDER_WAW) != 0,
             .send_after_write = (both & FI_ORDER_SAW) != 0,
             .waw_bytes_max = info.ep_attr->max_order_waw_size,
             .atomics = (info.caps & FI_ATOMIC) != 0,
-            .delivery_complete = (info.tx_attr->op_flags & FI_DELIVERY_COMPLETE) != 0,
-            .immediates = info.domain_attr->cq_data_size >= 4,
+            .delivery_complete = rules.delivery_complete_kept && (info.tx_attr->op_flags & FI_DELIVERY_COMPLETE) != 0,
+            .immediates = *rules.immediates_missing == '\0' && info.domain_attr->cq_data_size >= 4,
             .endpoints = endpoints};
 }
 
@@ -157,11 +175,16 @@ Capabilities describe(const fi_info& info, const LibfabricOptions& options) {
     capabilities.provider = granted.provider;
     capabilities.ordering = verdict.ordering;
     capabilities.delivery_complete = granted.delivery_complete;
-    capabilities.remote_atomics = granted.atomics && options.signal_path != SignalPath::message;
+    const ProviderRules& rules = rules_of(granted.provider, granted.fabric);
+    capabilities.remote_atomics =
+        granted.atomics && (options.signal_path == SignalPath::atomic ||
+                            (options.signal_path == SignalPath::automatic && rules.atomics_kept));
     capabilities.local_registration = (info.domain_attr->mr_mode & FI_MR_LOCAL) != 0;
     // An advertised FI_PROGRESS_AUTO was not honoured by native tcp (DESIGN), so the target polls on every provider.
     capabilities.manual_progress = true;
-    capabilities.detects_death = is(granted.provider, "tcp") || is(granted.provider, "verbs");
+    capabilities.detects_death = rules.reports_death;
+    capabilities.tested = rules.tested;
+    capabilities.source = rules.source;
     capabilities.message_bytes_max = info.ep_attr->max_msg_size;
     if (verdict.ordering == OrderingClass::ordered) capabilities.ordered_bytes_max = granted.waw_bytes_max;
     capabilities.notification_bytes_max =

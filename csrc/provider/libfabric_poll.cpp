@@ -311,6 +311,7 @@ void LibfabricProvider::post_receives() {
 
 bool LibfabricProvider::may_sleep() {
     if (!objects_ || !immediate_.empty() || !unsent_answers_.empty() || !unsent_notices_.empty()) return false;
+    if (wait_fd_ < 0) return true;  // shm has no fi_trywait for a queue without a wait object: calling it crashes
     fid* objects[] = {&objects_->queue->fid};
     return fi_trywait(objects_->fabric.get(), objects, 1) == FI_SUCCESS;
 }

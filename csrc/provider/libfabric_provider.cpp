@@ -365,11 +365,6 @@ std::unique_ptr<Provider> open_libfabric(const LibfabricOptions& options, Contro
     if (!library) return nullptr;
     fabric::Info info = fabric::select_info(library, options, result);
     if (!info) return nullptr;
-    const OrderingVerdict verdict = classify_order(fabric::granted_order(*info, options.endpoints), options.settings);
-    if (!verdict.safe) {
-        result = {Status::refused, 0, "provider \"" + options.provider + "\" cannot be used safely: " + verdict.why};
-        return nullptr;
-    }
     auto provider = std::make_unique<fabric::LibfabricProvider>(library, std::move(info), options);
     result = provider->open();
     if (!result.ok()) return nullptr;

@@ -58,7 +58,7 @@ class Context:
     def __init__(self, rank: int, size: int, options: dict) -> None:
         """
         options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,
-        signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, rendezvous_threshold,
+        signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, rendezvous,
         max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, sync_writes,
         liveness ('auto', 'heartbeat').
         Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.
@@ -234,6 +234,11 @@ def library_facts(candidates: Sequence[str]) -> dict:
 def provider_facts(candidates: Sequence[str], settings: dict) -> list:
     """
     What fi_getinfo offers with the hints that the core uses, one dict per provider and domain; [] without a library.
+    """
+
+def provider_table() -> list:
+    """
+    What is known of each provider beside what getinfo grants, with its source: one dict per provider.
     """
 
 def gate_facts(granted: dict, settings: dict) -> dict:

@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+import numpy
 
 from expertwire import _native
 
@@ -129,6 +132,8 @@ def _answer(side: Side, arrivals: list[tuple[int, bytes]], command: str, argumen
             while side.word(offset) < value and time.monotonic() < end:
                 arrivals += side.probe.poll()[1]
             return side.load(0, length)
+        case "watch_stamps":
+            return _watch_stamps(side, *arguments)
         case "counters":
             return side.probe.counters()
         case "silent":  # progresses nothing for as many seconds
@@ -145,6 +150,33 @@ def _deregister(side: Side, arrivals: list[tuple[int, bytes]], region: int) -> i
         arrivals += side.probe.poll()[1]
         polls += 1
     return polls
+
+
+def _watch_stamps(side: Side, offset: int, length: int, start: int, rounds: int) -> tuple[int, int]:
+    """(signals looked at, signals that were here before their payload).
+
+    Round n's payload is 64-bit words of at least n. Nothing lands here but inside poll(), so what is seen after it is exact.
+    """
+    stamps = numpy.frombuffer((ctypes.c_char * length).from_address(side.data), dtype=numpy.uint64)
+    seen, looked, early = start, 0, 0
+    end = time.monotonic() + DEADLINE_S
+    while seen < start + rounds:
+        side.probe.poll()
+        now = side.word(offset)
+        if now == seen:
+            assert time.monotonic() < end, f"signal {seen + 1} of {start + rounds} has not come"
+            side.probe.sleep(1)  # the other side may need this core
+            continue
+        seen, end = now, time.monotonic() + DEADLINE_S
+        looked += 1
+        early += int(stamps.min()) < seen
+    return looked, early
+
+
+def remove_shared_files(pid: int) -> None:
+    """What libfabric's shm leaves in /dev/shm when a process goes without closing it: files named PID:UID:number (fi_shm(7))."""
+    for left in Path("/dev/shm").glob(f"{pid}:*"):
+        left.unlink(missing_ok=True)
 
 
 class Pair:
@@ -185,7 +217,12 @@ class Pair:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+        self._reap()
+
+    def _reap(self) -> None:
         self.process.join(DEADLINE_S)
+        assert self.process.pid is not None
+        remove_shared_files(self.process.pid)
 
     def post(self, kind: str, slot: int = 0, **arguments: Any) -> tuple[str, str, int]:
         return self.probe.post(kind, slot, 0, **arguments)
@@ -225,7 +262,7 @@ class Pair:
         except (BrokenPipeError, EOFError, OSError):
             pass
         self.process.kill()
-        self.process.join(DEADLINE_S)
+        self._reap()
 
 
 @contextmanager

@@ -32,6 +32,7 @@ def _setups() -> dict[str, Setup]:
         for path in ("atomic", "message"):
             options = {"libraries": [library], "interface": "lo", "signal_path": path}
             found[f"tcp-{version}-{path}"] = Setup("libfabric", options, library)
+        found[f"shm-{version}"] = Setup("libfabric", {"libraries": [library], "provider": "shm"}, library)
     return found
 
 

@@ -17,10 +17,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from expertwire.fabric.config import Settings
+from fabric.provider_peer import remove_shared_files
 
 ANSWER_S = 60.0
 LOCAL = Settings(provider="local", timeout_ms=20_000)
 TCP = Settings(provider="tcp", timeout_ms=20_000)
+SHM = Settings(provider="shm", timeout_ms=20_000)
 DATA_BYTES = 1 << 20
 COUNTERS = 64
 
@@ -143,3 +145,5 @@ def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: An
                 member.process.kill()
                 member.process.join(10)
             member.connection.close()
+            if settings.provider == "shm":
+                remove_shared_files(member.pid)

@@ -36,12 +36,17 @@ def test_everything_given() -> None:
         "EXPERTWIRE_SHARE_DEVICE": "1",
         "LIBFABRIC_HOME": "/opt/x",
         "FI_CXI_RDZV_THRESHOLD": "0",
+        "FI_CXI_RDZV_GET_MIN": "1",
+        "FI_CXI_RDZV_EAGER_SIZE": "2",
+        "FI_CXI_RDZV_PROTO": "alt_read",
     }
     assert set(given) == set(VARIABLES)
     made = Settings.from_environment(given)
     assert set(made.given()) == set(given)
     assert (made.node_of, made.hard_timeout(), made.sync_writes) == ((0, 0, 1), 900, True)
-    assert made.provider_settings() == {"delivery_complete": "1", "trust_order": True, "rendezvous_threshold": "0"}
+    rendezvous = "FI_CXI_RDZV_THRESHOLD=0 FI_CXI_RDZV_GET_MIN=1 FI_CXI_RDZV_EAGER_SIZE=2 FI_CXI_RDZV_PROTO=alt_read"
+    assert made.provider_settings() == {"delivery_complete": "1", "trust_order": True, "rendezvous": rendezvous}
+    assert Settings().provider_settings()["rendezvous"] == ""
 
 
 @pytest.mark.parametrize(

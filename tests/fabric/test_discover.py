@@ -170,3 +170,23 @@ def test_real_nodes_come_out_as_they_are(hosts: list[int]) -> None:
     nodes = nodes_from_pairs([[a == b for b in hosts] for a in hosts])
     order = list(dict.fromkeys(hosts))
     assert nodes == tuple(order.index(host) for host in hosts)
+
+
+def test_a_provider_binds_what_it_can() -> None:
+    nics = [Device("cxi0", "cxi", 3), Device("cxi1", "cxi", -1), Device("mlx5_0", "verbs", 0)]
+    assert discover.choose_binding(Settings(), "tcp;ofi_rxm") == ("127.0.0.1", "")
+    assert discover.choose_binding(Settings(interface="lo"), "verbs", devices=nics) == ("127.0.0.1", "")
+    assert discover.choose_binding(Settings(interface="lo"), "shm", hosts=2) == ("", "")  # an address would become its name
+    assert discover.choose_binding(Settings(), "cxi", devices=nics)[1] in ("cxi0", "cxi1")
+    assert discover.choose_binding(Settings(interface="cxi0"), "cxi", devices=nics) == ("", "cxi0")
+    assert discover.choose_binding(Settings(), "efa", devices=nics) == ("", "")
+    with pytest.raises(InvalidArgumentError, match="'mlx5_0' is no cxi device of this machine: it has cxi0, cxi1"):
+        discover.choose_binding(Settings(interface="mlx5_0"), "cxi", devices=nics)
+
+
+def test_what_shm_left_behind_is_counted_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("41:0:0", "42:0:0", "42:0:1", "other", "torch_42:0:0", "1:2:3:4"):
+        put(tmp_path / "shm" / name, "12345")
+    put(tmp_path / "proc" / "41" / "stat")
+    assert discover.shared_leftovers(tmp_path / "shm", tmp_path / "proc") == (2, 10)
+    assert discover.shared_leftovers(tmp_path / "nowhere", tmp_path / "proc") == (0, 0)

@@ -33,7 +33,9 @@ def test_a_healthy_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for name in ("settings", "core", "cores", "memfd", "dev_shm", "memlock", "open_files", "provider local", "provider chosen"):
         assert name in rows
     for name in ("cxi", "efa", "verbs"):
-        assert any("untested" in row["advice"] for key, row in rows.items() if key.startswith(f"provider {name}"))
+        row = next(row for key, row in rows.items() if key.startswith(f"provider {name}"))
+        assert "untested" in row["advice"]
+        assert f"Source: fi_{name}(7)" in row["advice"]
     table = capsys.readouterr().out
     assert "provider chosen" in table
     assert "cpuset" in table
@@ -47,6 +49,7 @@ def test_libraries_and_ordering_are_told(tmp_path: Path) -> None:
     tcp = [row for name, row in rows.items() if name.startswith("provider tcp;ofi_rxm")]
     assert tcp
     assert all("delivery-gated" in row["found"] for row in tcp)
+    assert all("untested" not in row["advice"] and "Source: tests/fabric/test_order.py" in row["advice"] for row in tcp)
     assert any("127.0.0.1" in name for name in rows if name.startswith("provider tcp;ofi_rxm"))
 
 

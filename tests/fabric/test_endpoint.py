@@ -11,12 +11,12 @@ from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeEr
 from expertwire.fabric import Chunk, Endpoint, Region, Signal
 from expertwire.fabric.config import Settings
 from fabric import bodies
-from fabric.ranks import LOCAL, TCP, Group, ranks
+from fabric.ranks import LOCAL, SHM, TCP, Group, ranks
 
-BOTH = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])
+EVERY = pytest.mark.parametrize("settings", [LOCAL, TCP, SHM], ids=["local", "tcp", "shm"])
 
 
-@pytest.fixture(scope="module", params=[LOCAL, TCP], ids=["local", "tcp"])
+@pytest.fixture(scope="module", params=[LOCAL, TCP, SHM], ids=["local", "tcp", "shm"])
 def two(request: pytest.FixtureRequest) -> Iterator[Group]:
     with ranks(2, request.param, lanes=2) as group:
         yield group
@@ -64,7 +64,11 @@ def test_a_batch_that_cannot_be_meant_is_refused_whole(two: Group) -> None:
     assert "remote region 'data' has 1048576 bytes; 16 bytes at offset 1048568" in target
 
 
-@pytest.mark.parametrize(("settings", "length"), [(LOCAL, 65_536), (TCP, 7168), (TCP, 65_536)], ids=["local", "tcp-7k", "tcp-64k"])
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [(LOCAL, 65_536), (TCP, 7168), (TCP, 65_536), (SHM, 7168), (SHM, 65_536)],
+    ids=["local", "tcp-7k", "tcp-64k", "shm-7k", "shm-64k"],
+)
 def test_a_signal_never_overtakes_its_payload(settings: Settings, length: int) -> None:
     with ranks(2, settings) as pair:
         pair[1].ask(bodies.check_each_arrival, 5, length, 100)
@@ -72,7 +76,7 @@ def test_a_signal_never_overtakes_its_payload(settings: Settings, length: int) -
         assert pair[1].answer() == 0
 
 
-@BOTH
+@EVERY
 def test_four_slots_carry_many_requests(settings: Settings) -> None:
     with ranks(2, dataclasses.replace(settings, max_outstanding=4)) as pair:
         pair[0].call(bodies.place, 21, 4096 * 200)
@@ -84,7 +88,7 @@ def test_four_slots_carry_many_requests(settings: Settings) -> None:
         assert counted.misuses == 0
 
 
-@BOTH
+@EVERY
 def test_sync_writes_keep_one_request_in_flight(settings: Settings) -> None:
     with ranks(2, dataclasses.replace(settings, sync_writes=True)) as pair:
         pair[0].call(bodies.place, 22, 4096 * 20)
@@ -183,7 +187,7 @@ def test_two_endpoints_in_one_process() -> None:
         assert isinstance(source, Region)
 
 
-@BOTH
+@EVERY
 def test_a_removed_peer_may_be_added_again(settings: Settings) -> None:
     with ranks(2, settings) as pair:
         pair[0].call(bodies.write_signalled, 1, 4096, 3)

@@ -134,7 +134,7 @@ def test_a_signal_wakes_a_sleeper(both: Pair) -> None:
     begin = time.monotonic()
     while both.probe.poll() and both.side.word(0) == before:  # what landed is looked at between the poll and the sleep
         assert time.monotonic() - begin < 5, "never woken"
-        both.probe.sleep(5000)
+        both.probe.sleep(5000 if both.probe.capabilities()["waits_on_descriptor"] else 1)  # shm has nothing to sleep on
     assert time.monotonic() - begin < 2.5, "slept on though the signal was there"
 
 
@@ -241,15 +241,20 @@ def test_a_killed_peer_ends_in_errors_never_in_success_and_closing_is_quick(setu
             for slot in range(4):
                 assert both.post("write", slot, local=DATA, remote=DATA, bytes=1 << 20)[0] == "posted"
         both.kill()
-        if setup.kind != "local":
+        if both.probe.capabilities()["detects_death"]:
             assert {entry[2] for entry in both.collect(4)} == {"peer_dead"}
+        elif setup.kind != "local":  # shm says nothing at all: only the deadlines above it end such an operation
+            assert both.collect(4, seconds=0.2) == []
         end = time.monotonic() + 0.5
         statuses = set()
         while time.monotonic() < end and "peer_dead" not in statuses:
             statuses.add(both.post("notification", 9, payload=b"anyone?")[1])
             statuses |= {entry[2] for entry in both.probe.poll()[0]}
-        assert statuses <= {"peer_dead", "would_block", "ok" if setup.kind != "local" else ""}, statuses  # "ok": it was posted, no more
-        assert "peer_dead" in statuses or "would_block" in statuses
+        if both.probe.capabilities()["detects_death"] or setup.kind == "local":
+            assert statuses <= {"peer_dead", "would_block", "ok" if setup.kind != "local" else ""}, statuses  # "ok": it was posted, no more
+            assert "peer_dead" in statuses or "would_block" in statuses
+        else:
+            assert statuses <= {"would_block", "ok", "refused"}, statuses  # "refused": its slot is still taken by what never ends
         assert both.probe.close() < CLOSE_S
 
 

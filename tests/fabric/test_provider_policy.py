@@ -27,12 +27,13 @@ def test_advertised_order_is_not_trusted_where_it_was_seen_broken_or_cannot_be_k
 
 
 @pytest.mark.parametrize("provider", ["cxi", "shm"])
-def test_trust_order_makes_shm_and_cxi_ordered_but_not_forced_rendezvous(provider: str) -> None:
+def test_trust_order_makes_shm_and_cxi_ordered_but_not_with_rendezvous_changed(provider: str) -> None:
     trusting = {"trust_order": True}
     found = policy(provider, trusting, **ORDERED)
     assert (found["ordering"], found["delivery_complete"]) == ("ordered", False)
-    forced = policy(provider, {**trusting, "rendezvous_threshold": "0"}, **ORDERED)
-    assert forced["ordering"] == ("delivery_gated" if provider == "cxi" else "ordered")
+    for changed in ("FI_CXI_RDZV_THRESHOLD=0", "FI_CXI_RDZV_GET_MIN=1 FI_CXI_RDZV_PROTO=alt_read"):
+        pulled = policy(provider, {**trusting, "rendezvous": changed}, **ORDERED)
+        assert pulled["ordering"] == ("delivery_gated" if provider == "cxi" else "ordered")
 
 
 def test_trust_order_changes_nothing_for_tcp() -> None:
@@ -42,16 +43,35 @@ def test_trust_order_changes_nothing_for_tcp() -> None:
 def test_class_a_needs_the_bit_that_fits_the_signal_a_size_and_one_endpoint() -> None:
     assert policy("verbs;ofi_rxm", **ORDERED)["ordering"] == "ordered"
     for change in ({"write_after_write": False}, {"waw_bytes_max": 0}, {"endpoints": 2}):
-        assert policy("verbs;ofi_rxm", **{**ORDERED, **change})["ordering"] == "delivery_gated"
+        assert policy("verbs;ofi_rxm", **{**ORDERED, **change})["ordering"] != "ordered"
     by_message = {**ORDERED, "atomics": False}
-    assert (
-        policy(
-            "verbs;ofi_rxm",
-            **by_message,
-        )["ordering"]
-        == "ordered"
-    )
-    assert policy("verbs;ofi_rxm", **{**by_message, "send_after_write": False})["ordering"] == "delivery_gated"
+    assert policy("verbs;ofi_rxm", **by_message)["ordering"] == "ordered"
+    assert policy("verbs;ofi_rxm", **{**by_message, "send_after_write": False})["ordering"] != "ordered"
+    assert policy("shm", {"trust_order": True}, **{**ORDERED, "endpoints": 2})["ordering"] == "delivery_gated"
+
+
+def test_a_delivery_complete_that_is_not_kept_is_not_gated_on() -> None:
+    unordered = {**ORDERED, "write_after_write": False}
+    assert not policy("verbs;ofi_rxm", **unordered)["safe"]  # ofi_rxm grants it, verbs reads it as an ordinary completion
+    direct = policy("efa", fabric="efa-direct", immediates=True, delivery_complete=True)
+    assert (direct["ordering"], direct["safe"]) == ("counted_immediates", False)
+    assert policy("efa", fabric="efa", delivery_complete=True) == policy("efa", delivery_complete=True)
+    assert policy("efa", delivery_complete=True)["ordering"] == "delivery_gated"
+    assert not policy("efa", **{**ORDERED, "delivery_complete": False})["safe"]  # whatever order it should claim
+
+
+def test_a_provider_without_a_row_is_gated_or_not_used() -> None:
+    assert policy("opx", {"trust_order": True}, **ORDERED)["ordering"] == "delivery_gated"
+    assert not policy("opx", {"trust_order": True}, **{**ORDERED, "delivery_complete": False})["safe"]
+
+
+def test_every_row_names_its_source_and_only_what_was_run_is_tested() -> None:
+    rows = {row["name"]: row for row in _native.provider_table()}
+    assert {name for name, row in rows.items() if row["tested"]} == {"tcp", "shm"}
+    assert {"cxi", "efa", "efa-direct", "verbs"} <= set(rows)
+    for name, row in rows.items():
+        assert "fi_" in row["source"] or "measured" in row["source"] or "tests/" in row["source"], name
+        assert "\n" not in row["source"]
 
 
 def test_nothing_proved_and_nothing_to_gate_on_is_unsafe() -> None:
@@ -74,7 +94,7 @@ def test_delivery_complete_off_is_refused_where_it_is_unsafe() -> None:
     assert (allowed["refused"], allowed["delivery_complete"]) == ("", False)
     assert policy("verbs", off, **ORDERED)["refused"] == ""
     assert "EXPERTWIRE_DELIVERY_COMPLETE=1" in policy("cxi", on)["refused"]
-    assert policy("verbs", on, **ORDERED)["delivery_complete"]
+    assert policy("efa", on, **ORDERED)["delivery_complete"]
 
 
 _LOAD = """

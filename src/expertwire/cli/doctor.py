@@ -19,7 +19,7 @@ from expertwire.errors import ExpertwireError
 if TYPE_CHECKING:
     from expertwire.fabric.config import Settings
 
-UNTESTED = ("cxi", "efa", "verbs")  # no such hardware where this is developed: they follow man pages and getinfo
+EXPECTED = ("cxi", "efa", "verbs")  # looked for by name, so that their absence is told
 MEMLOCK_WANTED = 64 << 20
 FILES_WANTED = 1024
 
@@ -105,20 +105,21 @@ def _providers(report: Report, settings: Settings, every: bool) -> None:
     devices = discover.fabric_devices()
     shown: set[str] = set()
     for row in rows:
-        core = discover.core_name(row["provider"])
         if row["provider"] in shown and not every:
             continue
         shown.add(row["provider"])
         where = f" {row['domain']} {row['source_address']}".rstrip() if every else ""
         _note(
             report, f"provider {row['provider']}{where}", int(row["usable"]), _traits(row),
-            ("untested here: follows the man pages and getinfo; " if core in UNTESTED else "") + row["why"],
+            f"{'' if row['tested'] else 'untested: nobody has run it; '}{row['why']}. Source: {row['source']}",
             bad=None if row["usable"] else RowStatus.SKIPPED,
         )  # fmt: skip
-    for kind in UNTESTED:
+    sources = discover.provider_sources()
+    for kind in EXPECTED:
         if kind not in {discover.core_name(name) for name in shown}:
             names = [device.name for device in devices if device.kind == kind]
-            advice = f"the library offers no {kind}; use the vendor's (LIBFABRIC_HOME)" if names else "no such device here; untested"
+            advice = f"the library offers no {kind}; use the vendor's (LIBFABRIC_HOME)" if names else "no such device here"
+            advice += f"; untested: nobody has run it. Source: {sources[kind]}"
             _note(report, f"provider {kind}", 0, " ".join(names) or "none", advice, bad=RowStatus.SKIPPED)
     _note(report, "provider local", 1, "memory of the same host, mapped", "needs no libfabric; serves one host")
     offered = sorted({discover.core_name(row["provider"]) for row in rows if row["usable"]})
@@ -161,6 +162,8 @@ def _machine(report: Report) -> None:
 
 
 def _memory(report: Report) -> None:
+    from expertwire.fabric import discover
+
     try:
         os.close(os.memfd_create("expertwire-doctor", os.MFD_CLOEXEC))
         _note(report, "memfd", 1, "works", "regions are memfd: no names, no /dev/shm")
@@ -171,6 +174,10 @@ def _memory(report: Report) -> None:
         _note(report, "dev_shm", status.f_bavail * status.f_frsize, "free", "not used for regions; libfabric's own shm needs it", "bytes")
     except OSError as error:
         _note(report, "dev_shm", 0, str(error), "not used for regions", "bytes", RowStatus.SKIPPED)
+    files, nbytes = discover.shared_leftovers()
+    if files:
+        advice = "libfabric's shm left them for processes that are gone: rm /dev/shm/PID:UID:* of those that you know to have ended"
+        _note(report, "dev_shm_leftovers", files, f"{_size(nbytes)} in /dev/shm", advice, "files", RowStatus.SKIPPED)
     _limits(report)
     available = next(
         (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")), 0

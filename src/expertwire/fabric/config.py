@@ -128,6 +128,15 @@ class Settings:
     cxi_rendezvous_threshold: str = _variable(
         "FI_CXI_RDZV_THRESHOLD", _text, "", exchanged=True, note="cxi's own setting; 0 forces rendezvous, which loses order"
     )
+    cxi_rendezvous_get_min: str = _variable(
+        "FI_CXI_RDZV_GET_MIN", _text, "", exchanged=True, note="cxi's own setting; decides what is pulled"
+    )
+    cxi_rendezvous_eager_size: str = _variable(
+        "FI_CXI_RDZV_EAGER_SIZE", _text, "", exchanged=True, note="cxi's own setting; decides what is pulled"
+    )
+    cxi_rendezvous_protocol: str = _variable(
+        "FI_CXI_RDZV_PROTO", _text, "", exchanged=True, note="cxi's own setting; decides how it is pulled"
+    )
     unknown: tuple[str, ...] = ()  # EXPERTWIRE_* that nothing reads: most likely misspelt; doctor lists them
 
     @classmethod
@@ -178,7 +187,7 @@ class Settings:
         return {
             "delivery_complete": self.delivery_complete,
             "trust_order": self.trust_order,
-            "rendezvous_threshold": self.cxi_rendezvous_threshold,
+            "rendezvous": " ".join(f"{name}={value}" for name, value in self.given().items() if name.startswith("FI_CXI_RDZV_")),
         }
 
 

@@ -125,6 +125,13 @@ def provider_facts(settings: Settings) -> list[dict[str, Any]]:
     return facts
 
 
+def provider_sources() -> dict[str, str]:
+    """Provider → the man page, source or measurement that its row of the capability table rests on."""
+    from expertwire import _native
+
+    return {str(row["name"]): str(row["source"]) for row in _native.provider_table()}
+
+
 # ---- devices and providers
 
 
@@ -178,6 +185,38 @@ def explain_provider(settings: Settings, devices: Sequence[Device] | None = None
 def choose_provider(settings: Settings) -> str:
     """`explain_provider(settings).name`."""
     return explain_provider(settings).name
+
+
+def choose_binding(settings: Settings, provider: str, hosts: int = 1, devices: Sequence[Device] | None = None) -> tuple[str, str]:
+    """(address, domain) that the provider binds; "" where it needs none.
+
+    An interface's address for those that speak IP. cxi and efa take the domain of a NIC: `EXPERTWIRE_INTERFACE`, else the nearest one.
+    Raises as `choose_interface()`; `InvalidArgumentError` also for a NIC that is not here.
+    """
+    from expertwire import _native
+
+    core = core_name(provider)
+    by_name = {row["name"]: bool(row["binds_ip_address"]) for row in _native.provider_table()}
+    if by_name.get(core, True):
+        return choose_interface(settings, hosts).address, ""
+    if core not in PROVIDER_ORDER:
+        return "", ""  # shm: one host, one domain
+    own = [device for device in (fabric_devices() if devices is None else devices) if device.kind == core]
+    if settings.interface:
+        if settings.interface not in {device.name for device in own}:
+            listing = ", ".join(device.name for device in own) or "none"
+            raise InvalidArgumentError(f"EXPERTWIRE_INTERFACE={settings.interface!r} is no {core} device of this machine: it has {listing}")
+        return "", settings.interface
+    nearest = nearest_device(own, core, process_numa())
+    return "", nearest.name if nearest else ""
+
+
+def shared_leftovers(root: Path = Path("/dev/shm"), processes: Path = Path("/proc")) -> tuple[int, int]:
+    """(files, bytes) that libfabric's shm left in /dev/shm for processes that are gone: named PID:UID:number, about 2 MB each."""
+    found = [entry for entry in root.glob("*:*:*") if re.fullmatch(r"\d+:\d+:\d+", entry.name)]
+    left = [entry for entry in found if not (processes / entry.name.partition(":")[0]).exists()]
+    sizes = [_size(entry) for entry in left]
+    return len(left), sum(sizes)
 
 
 def core_name(provider: str) -> str:
@@ -311,6 +350,13 @@ def _text(path: Path) -> str:
 
 def _line(path: Path) -> str:
     return _text(path).strip()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # gone meanwhile
 
 
 def _number(path: Path, fallback: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertwire.errors import InvalidTypeError
 from expertwire.fabric.config import Settings
-from expertwire.fabric.discover import choose_interface, choose_provider, library_candidates
+from expertwire.fabric.discover import choose_binding, choose_provider, library_candidates
 from expertwire.fabric.native import Context
 from expertwire.fabric.region import Region
 from expertwire.fabric.request import Chunk, Request, Scope, Signal, Watcher
@@ -66,7 +66,7 @@ class Endpoint:
         }
         if provider != "local":
             options["libraries"] = library_candidates(self.settings)
-            options["source_address"] = choose_interface(self.settings, hosts).address
+            options["source_address"], options["domain"] = choose_binding(self.settings, provider, hosts)
             options["signal_path"] = self.settings.signal_path
         # In this order: where an endpoint is dropped unclosed, the core ends before the memory that it may still read.
         self.native = Context(rank, size, options)

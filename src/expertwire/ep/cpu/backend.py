@@ -21,7 +21,7 @@ from expertwire.ep.handle import Handle
 from expertwire.ep.layout import expert_bounds
 from expertwire.errors import CapacityError, ExpertwireError
 from expertwire.fabric.config import Settings
-from expertwire.fabric.discover import choose_interface, library_candidates
+from expertwire.fabric.discover import choose_binding, library_candidates
 
 if TYPE_CHECKING:
     from expertwire.fabric.native import Context, DispatchResult, Exchange
@@ -118,7 +118,7 @@ def context_options(settings: Settings, hosts: int) -> dict[str, object]:
     }
     if settings.provider != "local":
         options["libraries"] = library_candidates(settings)
-        options["source_address"] = choose_interface(settings, hosts).address
+        options["source_address"], options["domain"] = choose_binding(settings, settings.provider, hosts)
         options["signal_path"] = settings.signal_path
     return options
 
