@@ -64,6 +64,7 @@ void Context::ring(std::uint32_t rank) {
 }
 
 bool Context::doorbell_slice(std::uint32_t seen, TimeNs until_ns) {
+    if (closed()) check_usable();
     if (doorbell().seen() != seen) return true;
     turn(caller_turn_ns);
     state_->last_help_ns.store(0, std::memory_order_relaxed);
@@ -95,6 +96,7 @@ template <class Here>
 bool Context::wait_until(Here here, TimeNs until_ns, const char* doing) {
     while (true) {
         if (here()) return true;
+        if (closed()) check_usable();  // by another thread, while we wait
         if (has_fault()) {
             if (const auto dead = fault()) raise_fault(*dead, doing);
         }
@@ -153,6 +155,7 @@ bool Context::quiet_slice(Quiet quiet, TimeNs until_ns) {
         return reached = state_->engine->reached(quiet.mark);
     };
     const bool done = wait_until(here, until_ns, "quiet");
+    if (ended == Status::closed) check_usable();
     if (done && reached && ended != Status::ok && ended != Status::pending)
         throw Failure(FailureKind::transfer, "quiet: a request submitted before it failed: " +
                                                  std::string(status_name(ended)) + "; its handle tells more");
