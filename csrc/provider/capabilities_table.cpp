@@ -20,7 +20,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .reports_death = true,
      .source =
          "tests/fabric/test_order.py: a signal on another endpoint overtook its payload in 95 of 100 rounds, with "
-         "a gate on the ordinary completion too; never with delivery-complete"},
+         "a gate on the ordinary completion too; never with delivery-complete. benchmarks/ordering.py: counted "
+         "immediates would cost 0.73, 0.76 and 0.93 of the CPU of this gate at 4 KiB, 64 KiB and 1 MiB"},
     {.name = "shm",
      .tested = true,
      .avoided = "",
