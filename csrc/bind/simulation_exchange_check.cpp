@@ -98,6 +98,23 @@ std::string World::check_combine(std::uint32_t rank) const {
 
 // ---- what lands over the fabric may lie only where its sender is the writer
 
+// Rows for a rank that is a node of its own go straight to their final place in its data region.
+bool World::owns_rows(const SimulatedNetwork::Landing& landing) const {
+    const Member& target = members_[landing.target];
+    if (nodes_.size(nodes_.node_of(landing.target)) != 1 || target.call == script_.calls.size()) return false;
+    const Call& call = script_.calls[target.call];
+    if (call.kind != exchange::Kind::dispatch) return false;
+    const std::vector<std::uint64_t> matrix = routing_matrix(script_, routing_of(script_, call));
+    std::uint64_t first = 0;
+    for (std::uint32_t before = 0; before < landing.source; ++before) {
+        first += matrix[before * nodes_.ranks() + landing.target];
+    }
+    const std::uint64_t rows = matrix[landing.source * nodes_.ranks() + landing.target];
+    const std::uint64_t begin = call.ranks[landing.target].offer_offset + first * call.row_bytes;
+    const std::uint64_t at = landing.command.remote_offset;
+    return at >= begin && at + landing.command.bytes <= begin + rows * call.row_bytes;
+}
+
 bool World::owns_bytes(const SimulatedNetwork::Landing& landing) const {
     const PostCommand& command = landing.command;
     const std::uint32_t source = landing.source;
@@ -105,19 +122,18 @@ bool World::owns_bytes(const SimulatedNetwork::Landing& landing) const {
     const auto region = static_cast<exchange::Region>(command.remote.value % 3);
     const exchange::Layout& layout = members_[target].exchange->layout();
     const auto inside = [&](std::uint64_t begin, std::uint64_t bytes) {
-        return command.remote_offset == begin && command.bytes <= bytes;
+        return command.remote_offset >= begin && command.remote_offset + command.bytes <= begin + bytes;
     };
+    if (region == exchange::Region::data) return owns_rows(landing);
     if (region == exchange::Region::control) {
         return inside(layout.notify_in(0, source), layout.notify_slot_bytes()) ||
                inside(layout.notify_in(1, source), layout.notify_slot_bytes());
     }
-    if (region != exchange::Region::staging) return false;
     const bool entered = nodes_.entry(source, nodes_.node_of(target)) == target;
     const bool homeward = nodes_.entry(target, nodes_.node_of(source)) == source;
     for (std::uint32_t slot = 0; slot < script_.ring_slots; ++slot) {
         if (entered && inside(layout.inner_slot(target, source, slot), script_.slot_bytes)) return true;
-        if (homeward && inside(layout.outer_slot(target, nodes_.node_of(source), slot), script_.slot_bytes))
-            return true;
+        if (homeward && inside(layout.outer_slot(target, nodes_.node_of(source), slot), script_.slot_bytes)) return true;
     }
     return false;
 }

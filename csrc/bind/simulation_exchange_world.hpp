@@ -105,6 +105,7 @@ class World {
     bool replace_quarantined(std::uint32_t rank);
     void check_landing(const SimulatedNetwork::Landing& landing);
     bool owns_bytes(const SimulatedNetwork::Landing& landing) const;
+    bool owns_rows(const SimulatedNetwork::Landing& landing) const;
     bool owns_word(const SimulatedNetwork::Landing& landing) const;
     std::string check_guards(std::uint32_t rank) const;
     void fail(std::uint32_t rank, const std::string& text);
