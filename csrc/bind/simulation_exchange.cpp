@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bind/simulation_bind.hpp"
+#include "bind/simulation_exchange_timed.hpp"
 #include "bind/simulation_exchange_world.hpp"
 #include "exchange/layout.hpp"
 #include "rows/rows.hpp"
@@ -85,6 +86,53 @@ nb::dict run_exchange_nth(std::uint64_t seed, NthFault how, std::uint64_t stride
     out["struck"] = struck;
     out["failures"] = nb::cast(failures);
     out["coverage"] = nb::cast(coverage);
+    return out;
+}
+
+nb::dict run_timed(const nb::dict& given) {
+    simulation::TimedOptions options;
+    std::size_t known = 0;
+    const auto take = [&](const char* name, auto& into) {
+        if (!given.contains(name)) return;
+        into = nb::cast<std::decay_t<decltype(into)>>(given[name]);
+        ++known;
+    };
+    bool synchronous = false;
+    take("ranks", options.shape.ranks);
+    take("ranks_per_node", options.shape.ranks_per_node);
+    take("tokens", options.shape.tokens);
+    take("row_bytes", options.shape.row_bytes);
+    take("experts", options.shape.experts);
+    take("topk", options.shape.topk);
+    take("chunk_rows", options.shape.chunk_rows);
+    take("ring_slots", options.shape.ring_slots);
+    take("combine", options.shape.combine);
+    take("latency_ns", options.network.latency_ns);
+    take("bytes_per_ns", options.network.bytes_per_ns);
+    take("operation_ns", options.network.operation_ns);
+    take("rendezvous_bytes", options.network.rendezvous_bytes);
+    take("transmit_queue", options.network.transmit_queue);
+    take("synchronous", synchronous);
+    take("gate", options.gate);
+    take("seed", options.seed);
+    take("row_bytes_on_wire", options.row_bytes_on_wire);
+    take("setup_ns", options.setup_ns);
+    take("pack_bytes_per_ns", options.pack_bytes_per_ns);
+    take("proxies", options.proxies);
+    take("outstanding", options.outstanding);
+    if (known != given.size()) throw nb::value_error("run_exchange_timed: an option that there is not");
+    if (synchronous) options.posting = simulation::Posting::synchronous;
+    simulation::TimedResult result;
+    {
+        const nb::gil_scoped_release released;
+        result = simulation::run_timed_exchange(options);
+    }
+    nb::dict out;
+    out["error"] = result.error;
+    out["call_ns"] = nb::cast(result.call_ns);
+    out["chunks"] = result.chunks;
+    out["wire_bytes"] = result.wire_bytes;
+    out["trace_hash"] = result.trace_hash;
     return out;
 }
 
@@ -184,6 +232,13 @@ void bind_exchange_simulation(nb::module_& module) {
         "seed"_a, "how"_a, "stride"_a = 1,
         "The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 1 + stride, … "
         "until there is no n-th one. {'struck': how many there were, 'failures': [(n, text)], 'coverage': …}.");
+    module.def(
+        "run_exchange_timed", &run_timed, "options"_a,
+        "One dispatch (and `combine`) of every rank in virtual time, each byte checked against the oracle. Options by "
+        "name: ranks, ranks_per_node, tokens, row_bytes, experts, topk, chunk_rows, ring_slots, combine; latency_ns, "
+        "bytes_per_ns, operation_ns, rendezvous_bytes, transmit_queue; synchronous, gate, seed, row_bytes_on_wire, "
+        "setup_ns, pack_bytes_per_ns, proxies, outstanding. {'error', 'call_ns', 'chunks', 'wire_bytes', "
+        "'trace_hash'}.");
     module.def("exchange_layout", &layout_numbers, "rank"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a,
                "slot_bytes"_a,
                "Sizes of a rank's regions and its entry rank in every node, as the core computes them.");

@@ -133,7 +133,8 @@ bool World::owns_bytes(const SimulatedNetwork::Landing& landing) const {
     const bool homeward = nodes_.entry(target, nodes_.node_of(source)) == source;
     for (std::uint32_t slot = 0; slot < script_.ring_slots; ++slot) {
         if (entered && inside(layout.inner_slot(target, source, slot), script_.slot_bytes)) return true;
-        if (homeward && inside(layout.outer_slot(target, nodes_.node_of(source), slot), script_.slot_bytes)) return true;
+        if (homeward && inside(layout.outer_slot(target, nodes_.node_of(source), slot), script_.slot_bytes))
+            return true;
     }
     return false;
 }

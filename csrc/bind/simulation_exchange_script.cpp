@@ -281,6 +281,60 @@ Script make_script(Random& random, Coverage& coverage) {
     return script;
 }
 
+Script make_shape(const ShapeOptions& shape, Random& random, Coverage& coverage) {
+    Script script;
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) script.node_of.push_back(rank / shape.ranks_per_node);
+    script.local_experts_max = static_cast<std::uint32_t>((shape.experts + shape.ranks - 1) / shape.ranks);
+    script.ring_slots = shape.ring_slots;
+    const std::uint32_t words = (shape.ranks_per_node + 63) / 64;
+    const auto capacity = [&](std::uint64_t slot_bytes) {
+        return shape.combine
+                   ? exchange::combine_chunk(slot_bytes, shape.row_bytes, 0, false).capacity
+                   : exchange::dispatch_chunk(slot_bytes, shape.row_bytes, words, shape.topk, 8, true).capacity;
+    };
+    while (capacity(script.slot_bytes) < shape.chunk_rows) script.slot_bytes += 64;
+    Call dispatch;
+    dispatch.kind = exchange::Kind::dispatch;
+    dispatch.row_bytes = shape.row_bytes;
+    dispatch.topk = shape.topk;
+    dispatch.has_weights = true;
+    dispatch.num_experts = shape.experts;
+    for (std::uint64_t rank = 0; rank <= shape.ranks; ++rank) {
+        dispatch.expert_first.push_back(rank * (shape.experts / shape.ranks) +
+                                        std::min(rank, shape.experts % shape.ranks));
+    }
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
+        RankCall part;
+        part.tokens = shape.tokens;
+        part.row_bytes = shape.row_bytes;
+        part.has_weights = true;
+        fill(part.x, part.tokens * part.row_bytes, random);
+        choose_routing(script, dispatch, part, Skew::uniform, random, coverage);
+        fill_weights(part.weights, part.tokens * shape.topk, random);
+        dispatch.ranks.push_back(std::move(part));
+    }
+    script.calls.push_back(std::move(dispatch));
+    place(script, script.calls.back(), random);
+    if (shape.combine) {
+        Call combine;
+        combine.kind = exchange::Kind::combine;
+        combine.row_bytes = shape.row_bytes;
+        combine.routing = 0;
+        for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
+            RankCall part;
+            part.tokens = shape.tokens;
+            part.row_bytes = shape.row_bytes;
+            fill_bf16(part.x, received_rows(script, script.calls[0], rank) * shape.row_bytes / 2, random);
+            part.x_in_place = true;
+            combine.ranks.push_back(std::move(part));
+        }
+        script.calls.push_back(std::move(combine));
+        place(script, script.calls.back(), random);
+    }
+    script.slack_bytes = kPad;
+    return script;
+}
+
 // ---- the oracle
 
 const Call& routing_of(const Script& script, const Call& call) {

@@ -62,6 +62,20 @@ struct Script {
 
 Script make_script(Random& random, Coverage& coverage);
 
+// One dispatch, and a combine behind it, of a shape that somebody asks for.
+struct ShapeOptions {
+    std::uint32_t ranks = 8;
+    std::uint32_t ranks_per_node = 4;
+    std::uint64_t tokens = 128;    // of each rank
+    std::uint64_t row_bytes = 64;  // in memory
+    std::uint64_t experts = 288;
+    std::uint32_t topk = 8;
+    std::uint32_t chunk_rows = 16;
+    std::uint32_t ring_slots = 8;
+    bool combine = false;  // chunks are then sized for its rows
+};
+Script make_shape(const ShapeOptions& shape, Random& random, Coverage& coverage);
+
 // The oracle: rows [source][destination] of a routing, who sends what where, byte by byte.
 std::vector<std::uint64_t> routing_matrix(const Script& script, const Call& dispatch);
 const Call& routing_of(const Script& script, const Call& call);

@@ -34,31 +34,35 @@ void SimulatedPort::open_lanes(std::uint32_t rank, std::uint32_t lanes) {
     }
 }
 
-ControlSpec SimulatedPort::signal(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) {
+ControlSpec SimulatedPort::signal_of(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta,
+                                     QueuePairId lane) {
     ControlSpec control;
     control.kind = OpKind::signal;
     control.scope = Scope::request;
-    control.queue_pair = lanes_[rank][random_.below(lanes_[rank].size())];
+    control.queue_pair = lane;
     control.remote = SimulatedNetwork::remote_region(rank, 0, kRegions);
     control.remote_offset = word_offset;
     control.operand = delta;
     return control;
 }
 
+ChunkSpec SimulatedPort::chunk_of(std::uint32_t rank, const Piece& piece, QueuePairId lane) {
+    ChunkSpec chunk;
+    chunk.queue_pair = lane;
+    chunk.local = RegionId{static_cast<std::uint32_t>(piece.from)};
+    chunk.local_offset = piece.from_offset;
+    chunk.remote = SimulatedNetwork::remote_region(rank, static_cast<std::uint32_t>(piece.to), kRegions);
+    chunk.remote_offset = piece.to_offset;
+    chunk.bytes = piece.bytes;
+    return chunk;
+}
+
 std::optional<Ticket> SimulatedPort::put(const Put& put) {
     std::vector<ChunkSpec> chunks;
     for (const Piece& piece : {put.head, put.tail}) {
-        if (piece.bytes == 0) continue;
-        ChunkSpec chunk;
-        chunk.queue_pair = lanes_[put.rank][random_.below(lanes_[put.rank].size())];
-        chunk.local = RegionId{static_cast<std::uint32_t>(piece.from)};
-        chunk.local_offset = piece.from_offset;
-        chunk.remote = SimulatedNetwork::remote_region(put.rank, static_cast<std::uint32_t>(piece.to), kRegions);
-        chunk.remote_offset = piece.to_offset;
-        chunk.bytes = piece.bytes;
-        chunks.push_back(chunk);
+        if (piece.bytes > 0) chunks.push_back(chunk_of(put.rank, piece, any_lane(put.rank)));
     }
-    const ControlSpec control = signal(put.rank, put.word_offset, put.delta);
+    const ControlSpec control = signal_of(put.rank, put.word_offset, put.delta, any_lane(put.rank));
     const Engine::Submitted result =
         engine_.submit(PeerId{put.rank}, chunks, {&control, 1}, Level::delivered, network_.now());
     if (result.status != Status::ok) {
@@ -70,7 +74,7 @@ std::optional<Ticket> SimulatedPort::put(const Put& put) {
 }
 
 bool SimulatedPort::add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) {
-    const ControlSpec control = signal(rank, word_offset, delta);
+    const ControlSpec control = signal_of(rank, word_offset, delta, any_lane(rank));
     const Engine::Submitted result = engine_.submit(PeerId{rank}, {}, {&control, 1}, Level::delivered, network_.now());
     if (result.status != Status::ok) {
         ++pushed_back_;
@@ -104,7 +108,17 @@ World::World(std::uint64_t seed, Coverage& coverage, const Options& options)
       options_(options),
       script_(make_script(random_, coverage)),
       nodes_(script_.node_of) {
-    build();
+    Setup setup;
+    NetworkModel& model = setup.model;
+    model.latency_ns = random_.between(100, 10'000);
+    model.bytes_per_ns = 0.1 + static_cast<double>(random_.below(100)) / 10;
+    model.transmit_queue = static_cast<std::uint32_t>(random_.between(2, 64));
+    if (random_.chance(0.3)) model.rendezvous_bytes = random_.below(512);
+    coverage_["rendezvous"] += model.rendezvous_bytes < 512;
+    setup.faults = choose_faults();
+    setup.outstanding = static_cast<std::uint32_t>(random_.between(4, 64));
+    setup.lanes = static_cast<std::uint32_t>(random_.between(1, kLanesMax));
+    build(setup);
 }
 
 // Swarm: each kind is on or off, and strikes often or seldom, as the seed says.
@@ -134,22 +148,14 @@ NetworkFaults World::choose_faults() {
     return only;
 }
 
-void World::build() {
-    NetworkModel model;
-    model.latency_ns = random_.between(100, 10'000);
-    model.bytes_per_ns = 0.1 + static_cast<double>(random_.below(100)) / 10;
-    model.transmit_queue = static_cast<std::uint32_t>(random_.between(2, 64));
-    if (random_.chance(0.3)) model.rendezvous_bytes = random_.below(512);
-    coverage_["rendezvous"] += model.rendezvous_bytes < 512;
+void World::build(const Setup& setup) {
     const auto ranks = nodes_.ranks();
-    network_ = std::make_unique<SimulatedNetwork>(ranks, model, choose_faults(), random_.next());
+    network_ = std::make_unique<SimulatedNetwork>(ranks, setup.model, setup.faults, random_.next());
     network_->keep_trace(options_.trace_lines);
     network_->on_landing = [this](const SimulatedNetwork::Landing& landing) { check_landing(landing); };
     members_.resize(ranks);
     verdicts_.resize(script_.calls.size());
-    const auto outstanding = static_cast<std::uint32_t>(random_.between(4, 64));
-    const auto lanes = static_cast<std::uint32_t>(random_.between(1, kLanesMax));
-    for (std::uint32_t rank = 0; rank < ranks; ++rank) build_member(rank, outstanding);
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) build_member(rank, setup);
     network_->connect_all(kRegions);
     for (std::uint32_t rank = 0; rank < ranks; ++rank) {
         for (std::uint32_t other = 0; other < ranks; ++other) {
@@ -157,14 +163,14 @@ void World::build() {
             if (nodes_.node_of(other) == nodes_.node_of(rank)) {
                 members_[rank].port->map(other, {peer.control.data(), peer.staging.data(), peer.data.data()});
             } else {
-                members_[rank].port->open_lanes(other, lanes);
+                members_[rank].port->open_lanes(other, setup.lanes);
             }
         }
     }
-    coverage_["lanes_" + std::to_string(lanes)] += nodes_.nodes() > 1;
+    coverage_["lanes_" + std::to_string(setup.lanes)] += nodes_.nodes() > 1;
 }
 
-void World::build_member(std::uint32_t rank, std::uint32_t outstanding) {
+void World::build_member(std::uint32_t rank, const Setup& setup) {
     Member& member = members_[rank];
     const exchange::Shape shape{rank, nodes_, script_.local_experts_max, script_.ring_slots, script_.slot_bytes};
     const exchange::Layout layout(shape);
@@ -184,15 +190,14 @@ void World::build_member(std::uint32_t rank, std::uint32_t outstanding) {
     EngineLimits limits;
     limits.hard_timeout_ns = kHardTimeoutNs;
     limits.peers_max = nodes_.ranks();
-    limits.queue_pairs_max = 3 * nodes_.ranks();
-    limits.outstanding_max = outstanding;
+    limits.queue_pairs_max = std::max(setup.lanes, kLanesMax) * nodes_.ranks();
+    limits.queue_pairs_per_peer_max = std::max(setup.lanes, kLanesMax);
+    limits.outstanding_max = setup.outstanding;
     limits.requests_max = static_cast<std::uint32_t>(random_.between(4, 128));
     limits.queued_max = static_cast<std::uint32_t>(random_.between(8, 128));
-    GatePolicy policy;
-    policy.ordering = OrderingClass::delivery_gated;
-    policy.delivery_complete = true;
-    member.engine = std::make_unique<Engine>(limits, policy);
-    member.port = std::make_unique<SimulatedPort>(rank, nodes_.ranks(), *member.engine, *network_, random_);
+    if (setup.timed != nullptr) limits.requests_max = limits.queued_max = 8192;
+    member.engine = std::make_unique<Engine>(limits, policy_of(setup));
+    member.port = make_port(rank, *member.engine, setup);
     member.exchange = std::make_unique<exchange::Exchange>(shape, *member.port, script_.data_bytes);
     member.handles.resize(script_.calls.size());
 }

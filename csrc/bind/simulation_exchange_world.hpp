@@ -36,10 +36,11 @@ struct Result {
 };
 
 // A rank's way out: puts and adds through its engine. The signal may take another lane than the bytes that it covers.
-class SimulatedPort final : public exchange::Port {
+class SimulatedPort : public exchange::Port {
   public:
     SimulatedPort(std::uint32_t rank, std::uint32_t ranks, Engine& engine, SimulatedNetwork& network, Random& random);
 
+    ~SimulatedPort() override = default;
     void map(std::uint32_t rank, const exchange::RankMemory& memory) { memory_[rank] = memory; }
     void open_lanes(std::uint32_t rank, std::uint32_t lanes);
     void reap();  // releases adds that have ended
@@ -53,8 +54,10 @@ class SimulatedPort final : public exchange::Port {
     Status status(Ticket ticket) override;
     void wake(std::uint32_t) override {}  // a simulated rank is stepped whether or not it was woken
 
-  private:
-    ControlSpec signal(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta);
+  protected:
+    static ChunkSpec chunk_of(std::uint32_t rank, const Piece& piece, QueuePairId lane);
+    static ControlSpec signal_of(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta, QueuePairId lane);
+    QueuePairId any_lane(std::uint32_t rank) { return lanes_[rank][random_.below(lanes_[rank].size())]; }
 
     std::uint32_t rank_;
     Engine& engine_;
@@ -68,12 +71,24 @@ class SimulatedPort final : public exchange::Port {
     bool add_failed_ = false;
 };
 
+struct TimedOptions;
+struct TimedResult;
+
 class World {
   public:
     World(std::uint64_t seed, Coverage& coverage, const Options& options);
+    World(const TimedOptions& options, Coverage& coverage);
     Result run();
+    TimedResult run_timed();
 
   private:
+    struct Setup {
+        NetworkModel model;
+        NetworkFaults faults;
+        std::uint32_t outstanding = 64;
+        std::uint32_t lanes = 1;
+        const TimedOptions* timed = nullptr;
+    };
     struct Member {
         Bytes control, staging, data;
         std::unique_ptr<Engine> engine;
@@ -93,8 +108,13 @@ class World {
     };
 
     NetworkFaults choose_faults();
-    void build();
-    void build_member(std::uint32_t rank, std::uint32_t outstanding);
+    void build(const Setup& setup);
+    void build_member(std::uint32_t rank, const Setup& setup);
+    std::unique_ptr<SimulatedPort> make_port(std::uint32_t rank, Engine& engine, const Setup& setup);
+    static GatePolicy policy_of(const Setup& setup);
+    bool serve_timed(std::uint32_t rank);
+    bool run_call(std::size_t call);
+    std::uint64_t bytes_on_wire(std::uint32_t source, const PostCommand& command) const;
     bool step(std::uint32_t rank, std::uint64_t budget);
     void begin(std::uint32_t rank);
     void finish(std::uint32_t rank, exchange::Step outcome);
@@ -131,6 +151,8 @@ class World {
     std::uint64_t hash_ = 0;
     std::uint64_t steps_ = 0;
     std::uint64_t calls_ended_ = 0;
+    std::uint64_t row_bytes_on_wire_ = 0;  // timed: 0: as what they are
+    std::uint64_t chunks_ = 0;             // timed
 };
 
 Result simulate_exchange(std::uint64_t seed, const Options& options, Coverage& coverage);

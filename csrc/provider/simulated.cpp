@@ -295,7 +295,9 @@ void SimulatedNetwork::depart(std::uint32_t index, bool late) {
     Flight& flight = flights_[index];
     const PostCommand& command = flight.command;
     const bool small = command.kind == OpKind::read || command.kind == OpKind::signal;
-    const TimeNs departed = departure(flight.source, small ? 8 : command.bytes);
+    const std::uint64_t bytes = small ? 8 : wire_bytes ? wire_bytes(flight.source, command) : command.bytes;
+    bytes_on_links_ += bytes;
+    const TimeNs departed = departure(flight.source, bytes);
     const TimeNs arrives =
         late ? arrival(flight.source, flight.target, command, departed) : departed + model_.latency_ns;
     const bool early = command.kind == OpKind::write && flight.outcome == Status::ok &&

@@ -155,6 +155,10 @@ class SimulatedNetwork {
     // Operations of `rank` that are not over (not landed, or not yet completed) and name this range of a remote region.
     std::size_t flying(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t bytes) const;
 
+    // How many bytes an operation of this rank takes on the link; unset: its own.
+    std::function<std::uint64_t(std::uint32_t, const PostCommand&)> wire_bytes;
+    std::uint64_t bytes_on_links() const { return bytes_on_links_; }  // of everything that has left
+
     std::function<void(const Landing&)> on_landing;  // called after the bytes were applied
     std::function<void(const Landing&)> on_failure;  // called when an operation reaches its target and fails there
 
@@ -230,6 +234,7 @@ class SimulatedNetwork {
     std::uint64_t events_ = 0;
     std::uint64_t hash_ = 0x9e3779b97f4a7c15ull;
     std::uint64_t bytes_delivered_ = 0;
+    std::uint64_t bytes_on_links_ = 0;
     std::array<std::uint64_t, network_faults> counts_{};
     std::priority_queue<Event, std::vector<Event>, std::greater<>> queue_;
     std::vector<Flight> flights_;

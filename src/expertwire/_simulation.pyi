@@ -80,6 +80,11 @@ def run_exchange_nth(seed: int, how: str, stride: int = 1) -> dict:
     The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 1 + stride, … until there is no n-th one. {'struck': how many there were, 'failures': [(n, text)], 'coverage': …}.
     """
 
+def run_exchange_timed(options: dict) -> dict:
+    """
+    One dispatch (and `combine`) of every rank in virtual time, each byte checked against the oracle. Options by name: ranks, ranks_per_node, tokens, row_bytes, experts, topk, chunk_rows, ring_slots, combine; latency_ns, bytes_per_ns, operation_ns, rendezvous_bytes, transmit_queue; synchronous, gate, seed, row_bytes_on_wire, setup_ns, pack_bytes_per_ns, proxies, outstanding. {'error', 'call_ns', 'chunks', 'wire_bytes', 'trace_hash'}.
+    """
+
 def exchange_layout(rank: int, node_of: Sequence[int], local_experts_max: int, ring_slots: int, slot_bytes: int) -> dict:
     """
     Sizes of a rank's regions and its entry rank in every node, as the core computes them.
