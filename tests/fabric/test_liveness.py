@@ -12,10 +12,11 @@ import pytest
 from expertwire.errors import PeerError
 from expertwire.fabric.config import Settings
 from fabric import bodies
-from fabric.ranks import LOCAL, TCP, ranks
+from fabric.ranks import LOCAL, SHM, TCP, ranks
 
 SEEN_S_MAX = 10.0
 BOTH = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])
+EVERY = pytest.mark.parametrize("settings", [LOCAL, TCP, SHM], ids=["local", "tcp", "shm"])
 
 
 @BOTH
@@ -34,7 +35,7 @@ def test_a_killed_peer_is_named_by_every_other(settings: Settings, liveness: str
         assert [fault and fault[0] for fault in faults] == [2, 2, 2], f"faults: {faults}"
 
 
-@BOTH
+@EVERY
 def test_a_barrier_with_a_dead_peer_raises_in_time(settings: Settings) -> None:
     with ranks(3, settings) as group:
         group.all(bodies.barrier_in_order, 1)
