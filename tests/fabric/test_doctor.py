@@ -50,6 +50,7 @@ def test_libraries_and_ordering_are_told(tmp_path: Path) -> None:
     assert tcp
     assert all("delivery-gated" in row["found"] for row in tcp)
     assert all("untested" not in row["advice"] and "Source: tests/fabric/test_order.py" in row["advice"] for row in tcp)
+    assert not any("untested" in row["advice"] for row in rows.values() if "misbehave" in row["advice"])
     assert any("127.0.0.1" in name for name in rows if name.startswith("provider tcp;ofi_rxm"))
 
 

@@ -103,23 +103,24 @@ def _providers(report: Report, settings: Settings, every: bool) -> None:
 
     rows = discover.provider_facts(settings) if report.rows[-1].value else []
     devices = discover.fabric_devices()
+    rules = discover.provider_rules()
     shown: set[str] = set()
     for row in rows:
         if row["provider"] in shown and not every:
             continue
         shown.add(row["provider"])
+        avoided = rules.get(discover.core_name(row["provider"]), {}).get("avoided")
         where = f" {row['domain']} {row['source_address']}".rstrip() if every else ""
         _note(
             report, f"provider {row['provider']}{where}", int(row["usable"]), _traits(row),
-            f"{'' if row['tested'] else 'untested: nobody has run it; '}{row['why']}. Source: {row['source']}",
+            f"{'' if row['tested'] or avoided else 'untested: nobody has run it; '}{row['why']}. Source: {row['source']}",
             bad=None if row["usable"] else RowStatus.SKIPPED,
         )  # fmt: skip
-    sources = discover.provider_sources()
     for kind in EXPECTED:
         if kind not in {discover.core_name(name) for name in shown}:
             names = [device.name for device in devices if device.kind == kind]
             advice = f"the library offers no {kind}; use the vendor's (LIBFABRIC_HOME)" if names else "no such device here"
-            advice += f"; untested: nobody has run it. Source: {sources[kind]}"
+            advice += f"; untested: nobody has run it. Source: {rules[kind]['source']}"
             _note(report, f"provider {kind}", 0, " ".join(names) or "none", advice, bad=RowStatus.SKIPPED)
     _note(report, "provider local", 1, "memory of the same host, mapped", "needs no libfabric; serves one host")
     offered = sorted({discover.core_name(row["provider"]) for row in rows if row["usable"]})

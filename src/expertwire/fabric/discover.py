@@ -125,11 +125,11 @@ def provider_facts(settings: Settings) -> list[dict[str, Any]]:
     return facts
 
 
-def provider_sources() -> dict[str, str]:
-    """Provider → the man page, source or measurement that its row of the capability table rests on."""
+def provider_rules() -> dict[str, dict[str, Any]]:
+    """The core's capability table by provider: {tested, avoided, order, binds_ip_address, source, …}."""
     from expertwire import _native
 
-    return {str(row["name"]): str(row["source"]) for row in _native.provider_table()}
+    return {str(row["name"]): row for row in _native.provider_table()}
 
 
 # ---- devices and providers
@@ -193,11 +193,9 @@ def choose_binding(settings: Settings, provider: str, hosts: int = 1, devices: S
     An interface's address for those that speak IP. cxi and efa take the domain of a NIC: `EXPERTWIRE_INTERFACE`, else the nearest one.
     Raises as `choose_interface()`; `InvalidArgumentError` also for a NIC that is not here.
     """
-    from expertwire import _native
-
     core = core_name(provider)
-    by_name = {row["name"]: bool(row["binds_ip_address"]) for row in _native.provider_table()}
-    if by_name.get(core, True):
+    rules = provider_rules()
+    if core not in rules or rules[core]["binds_ip_address"]:
         return choose_interface(settings, hosts).address, ""
     if core not in PROVIDER_ORDER:
         return "", ""  # shm: one host, one domain
