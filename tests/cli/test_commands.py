@@ -90,6 +90,10 @@ def test_bench_ep_smoke_has_its_own_shape(tmp_path: Path) -> None:
     assert done.returncode == Exit.OK, done.stderr
     row = values(out, "verified")[0]
     assert (row["tokens"], row["hidden"], row["experts"], row["topk"]) == (128, 1024, 64, 4)
+    config = json.loads(out.read_text())["config"]
+    assert config["options"]["smoke"] is True
+    assert config["options"]["tokens"] == "1024", "as it was by default"
+    assert (config["tokens"], config["provider"]) == ([128, 128], row["provider"]), "what it was resolved to"
 
 
 def test_a_provider_that_is_not_here_is_status_3_or_2() -> None:

@@ -92,11 +92,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TMPDIR": str(scratch)}
     launcher = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     watch = Watch()
     try:
@@ -111,3 +113,7 @@ def test_no_rank_outlives_its_launcher(how: signal.Signals, tmp_path: Path) -> N
     if how == signal.SIGINT:
         assert launcher.returncode == 130
         assert errors.strip() == "expertwire: interrupted"
+    if how in (signal.SIGTERM, signal.SIGHUP):
+        assert launcher.returncode == 128 + how
+        assert errors.strip() == f"expertwire: {'terminated' if how == signal.SIGTERM else 'hung up'}"
+        assert list(scratch.glob("expertwire-*")) == [], "nor a file"

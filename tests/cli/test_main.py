@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
 
 import expertwire
+from cli.test_commands import environment
 from expertwire.cli.main import COMMANDS, main
 from expertwire.cli.report import Exit
 from expertwire.errors import CapacityError, InvalidArgumentError, UnavailableError
@@ -38,6 +41,9 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
         (["bench"], "needs a second word"),
         (["frobnicate"], "no command 'frobnicate'"),
         (["bench", "ep", "--tokens"], "expected one argument"),
+        (["bench", "ep", "--ranks", "x"], "expertwire: --ranks is 'x'; give a whole number"),
+        (["bench", "ep", "--loop", "x"], "expertwire: --loop is 'x'; give a number"),
+        (["bench", "ep", "--routing", "x"], "expertwire: --routing is 'x'; give one of 'uniform', 'skewed'"),
         (["bench", "ep", "--no-such"], "unrecognized arguments"),
         (["bench", "ep", "--iter", "3"], "unrecognized arguments"),
         (["bench", "ep", "--tokens", "-1"], "--tokens is -1; the least is 0"),
@@ -54,6 +60,35 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
 def test_mistakes_are_named_and_are_status_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == Exit.USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--ranks", "0"],
+        ["demo", "--text", "/nowhere"],
+        ["demo", "--routing", "/nowhere"],
+        ["bench", "ep", "--hidden", "0"],
+        ["bench", "ep", "--loop", "0"],
+        ["bench", "ep", "--loop", "1", "--shape", "quick"],
+        ["bench", "fabric", "--window", "0"],
+        ["soak", "fabric", "--ranks", "1"],
+        ["bench", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_found_without_loading_torch(words: list[str]) -> None:
+    script = "import sys; from expertwire.cli.main import main; code = main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, timeout=100, check=False, env=environment())
+    assert done.returncode == (Exit.OK if "--help" in words else Exit.USAGE), done.stderr
+
+
+def test_a_group_of_commands_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == Exit.OK
+    shown = capsys.readouterr().out
+    assert "bench ep" in shown
+    assert "bench fabric" in shown
+    assert "soak fabric" not in shown
 
 
 @pytest.mark.parametrize(

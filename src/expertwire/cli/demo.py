@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertwire.cli.report import Exit, Report, RowStatus, terminal
+from expertwire.cli.report import Exit, Report, RowStatus, options, terminal
 from expertwire.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 1), ("ranks", 1), ("ranks_per_node", 1)):
         if getattr(args, name) < least:
             raise InvalidArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)}; the least is {least}")
+    check_files(args)
     from expertwire.cli.launch import end_server, start_server
 
     begin = time.monotonic()
@@ -111,6 +112,18 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         end_server()
         raise
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Whether the files named can be opened, before torch is loaded for seconds; what is in them is checked where it is read."""
+    for option, path, kind in (("--text", args.text, ""), ("--routing", args.routing, " as an .npz file")):
+        if path is None:
+            continue
+        try:
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise InvalidArgumentError(f"{option} {path} cannot be read{kind}: {error.strerror}") from None
 
 
 def show(args: argparse.Namespace, begin: float) -> int:
@@ -141,12 +154,14 @@ def show(args: argparse.Namespace, begin: float) -> int:
         setup, shape = prepare(args, setup, shape, files, progress)
         outcomes = start(setup, shape, files, progress)
         diffs = compare(setup, shape, files, progress, memory)
-    report = Report("demo", {**asdict(setup), **asdict(shape), "text": str(args.text or "README"), "routing_file": str(args.routing or "")})
+    config = {**asdict(setup), **asdict(shape), "text": str(args.text or "README"), "routing_file": str(args.routing or "")}
+    report = Report("demo", {**config, "provider": outcomes[0].measured.provider, "options": options(args)})
     add_rows(report, [outcome.measured for outcome in outcomes], setup)
     add_layer_rows(report, outcomes, diffs)
     peak = memory.peak + sum(outcome.memory_peak for outcome in outcomes)
     report.add("memory_peak_GiB", round(peak / 2**30, 2), "GiB")
     report.add("demo_s", round(time.monotonic() - begin, 1), "s")
+    report.write(args.json)
     console = terminal()
     console.print(table(report, title(setup)))
     console.print(verdict(report, outcomes, diffs, setup))
@@ -154,7 +169,6 @@ def show(args: argparse.Namespace, begin: float) -> int:
     for rank, outcome in enumerate(outcomes):
         for fault in outcome.layer_faults:
             print(f"rank {rank}, layer: {fault}", file=sys.stderr)
-    report.write(args.json)
     return report.exit_status()
 
 
@@ -325,6 +339,6 @@ def verdict(report: Report, outcomes: list[Outcome], diffs: dict[str, tuple[floa
     return (
         f"{words}: {calls} dispatches and combines of each engine, {sum(received):,} rows each;"
         f" the fullest rank got {skew:.2f} × the mean.\n"
-        f"The layer's output against one process: calc_diff {whole:.1e} (limit {CALC_DIFF_MAX:.0e}),"
-        f" worst token {worst:.1e} (limit {WORST_TOKEN_MAX:.0e})."
+        f"The layer's output beside that of one process: they differ by {whole:.1e} of its size (calc_diff; limit {CALC_DIFF_MAX:.0e}),"
+        f" the worst token by {worst:.1e} (limit {WORST_TOKEN_MAX:.0e}): each rank's sum is rounded to bf16 once before the sums are added."
     )

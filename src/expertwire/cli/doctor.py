@@ -13,7 +13,7 @@ import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertwire.cli.report import Exit, Report, RowStatus, terminal
+from expertwire.cli.report import Exit, Report, RowStatus, options, terminal
 from expertwire.errors import ExpertwireError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, print, write; returns the exit status: FAILED only where nothing can run."""
-    report = Report("doctor", {"all": args.all})
+    report = Report("doctor", {"options": options(args)})
     settings = _settings(report)
     if settings is not None and _core(report):
         _library(report, settings)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import expertwire
-from expertwire.cli.report import Exit
+from expertwire.cli import streams
+from expertwire.cli.report import Exit, check_json_path, is_stdout
+from expertwire.cli.signals import Ended, ends_by_exception
 from expertwire.errors import ExpertwireError, InvalidArgumentError, UnavailableError
 
 DESCRIPTION = """\
@@ -19,10 +24,21 @@ Moves tokens between experts, over any network.
 Start with `expertwire doctor` (what this machine has) and `expertwire demo` (a mixture-of-experts layer on eight ranks)."""
 
 EPILOG = """\
-exit status: 0 everything asked for was done and verified; 1 a check or a rank failed; 2 the command line cannot be meant;
-3 something asked for by name could not be run here; 130 interrupted.
+exit status: 0 everything asked for was done and verified; 1 a check or a rank failed, or the output could not be written; 2 the command
+line cannot be meant; 3 something asked for by name could not be run here; 130 interrupted (Ctrl-C), 143 terminated.
 
-Every command takes --json FILE: {command, version, commit, host, config, rows: [{name, value, unit, status, labels}]}."""
+Every command takes --json FILE: {command, version, commit, host, config, rows: [{name, value, unit, status, …}]}. What tells rows apart
+(engine, phase, bytes and so on) stands in the row beside those four. With --json - the file is stdout, and the tables go to stderr."""
+
+# What argparse says, and how everything here says it: the option, its value, what it may be.
+_WORDINGS = (
+    (r"argument (\S+): invalid int value: (.*)", r"\1 is \2; give a whole number"),
+    (r"argument (\S+): invalid float value: (.*)", r"\1 is \2; give a number"),
+    (r"argument (\S+): invalid choice: (.*?) \(choose from (.*)\)", r"\1 is \2; give one of \3"),
+    (r"argument (\S+): expected one argument", r"\1 needs a value: expected one argument"),
+)
+# What a stream says that takes no more: its reader has gone, the disk is full, and so on.
+_OUTPUT_ERRORS = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
 
 
 @dataclass(frozen=True)
@@ -60,38 +76,67 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> Any:
-        self.print_usage(sys.stderr)
-        self.exit(Exit.USAGE, f"{self.prog}: {message}\n{self.prog}: --help explains each option\n")
+        for pattern, wording in _WORDINGS:
+            message = re.sub(pattern, wording, message)
+        self.exit(Exit.USAGE, f"expertwire: {message}\nexpertwire: `{self.prog} --help` explains each option\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (see `expertwire --help`)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    streams.prepare()
+    status, lost = _status_of(words)
+    unwritten = streams.flush()
+    if (error := lost or unwritten) is None:
+        return status
+    _say(f"expertwire: the output could not be written: {error.strerror}")
+    return status or Exit.FAILED
+
+
+def _status_of(words: list[str]) -> tuple[int, OSError | None]:
+    """Everything that may end a command, as an exit status and a sentence; or the error of a stream that takes no more."""
     try:
-        command = _chosen(words)
-        if command is None:
-            return _overview(words)
-        module = importlib.import_module(command.module)
-        parser = _Parser(prog=" ".join(("expertwire", *command.words)), description=module.__doc__, epilog=EPILOG)
-        module.add_arguments(parser)
-        return int(module.run(parser.parse_args(words[len(command.words) :])))
+        with ends_by_exception():
+            return _run(words), None
+    except Ended as ended:
+        return _complain(ended.word, ended.status), None
     except KeyboardInterrupt:
-        print("expertwire: interrupted", file=sys.stderr)
-        return Exit.INTERRUPTED
+        return _complain("interrupted", Exit.INTERRUPTED), None
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else Exit.FAILED
-    except BrokenPipeError:
-        return Exit.FAILED
+        return stop.code if isinstance(stop.code, int) else Exit.FAILED, None
     except InvalidArgumentError as error:
-        return _complain(error, Exit.USAGE)
+        return _complain(error, Exit.USAGE), None
     except UnavailableError as error:
-        return _complain(error, Exit.SKIPPED)
+        return _complain(error, Exit.SKIPPED), None
     except ExpertwireError as error:
-        return _complain(error, Exit.FAILED)
+        return _complain(error, Exit.FAILED), None
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        return Exit.FAILED, error
 
 
-def _complain(error: ExpertwireError, status: Exit) -> Exit:
-    print(f"expertwire: {error}", file=sys.stderr)
+def _run(words: list[str]) -> int:
+    command = _chosen(words)
+    if command is None:
+        return _overview(words)
+    module = importlib.import_module(command.module)
+    parser = _Parser(prog=" ".join(("expertwire", *command.words)), description=module.__doc__, epilog=EPILOG)
+    module.add_arguments(parser)
+    args = parser.parse_args(words[len(command.words) :])
+    path = getattr(args, "json", None)
+    check_json_path(path)
+    with redirect_stdout(sys.stderr) if is_stdout(path) else nullcontext():
+        return int(module.run(args))
+
+
+def _say(sentence: str) -> None:
+    with suppress(OSError):  # nobody can be told; the status says it
+        print(sentence, file=sys.stderr, flush=True)
+
+
+def _complain(what: object, status: int) -> int:
+    _say(f"expertwire: {what}")
     return status
 
 
@@ -104,23 +149,24 @@ def _chosen(words: list[str]) -> Command | None:
 
 def _overview(words: list[str]) -> int:
     """Anything that names no command: help, version, or a mistake."""
-    width = max(len(" ".join(command.words)) for command in COMMANDS)
-    listing = "\n".join(f"  {' '.join(command.words):{width}}  {command.summary}" for command in COMMANDS)
+    group = words[0] if words and words[0] in {command.words[0] for command in COMMANDS if len(command.words) > 1} else ""
+    offered = [command for command in COMMANDS if not group or command.words[0] == group]
+    width = max(len(" ".join(command.words)) for command in offered)
+    listing = "\n".join(f"  {' '.join(command.words):{width}}  {command.summary}" for command in offered)
+    prog = f"expertwire {group}".rstrip()
     parser = _Parser(
-        prog="expertwire",
-        usage="expertwire [--help] [--version] COMMAND …",
-        description=f"{DESCRIPTION}\n\ncommands (each has its own --help):\n{listing}",
+        prog=prog,
+        usage=f"{prog} COMMAND …" if group else "expertwire [--help] [--version] COMMAND …",
+        description=f"{'' if group else DESCRIPTION + chr(10) * 2}commands (each has its own --help):\n{listing}",
         epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"expertwire {expertwire.__version__}")
-    known, rest = parser.parse_known_args([word for word in words if word in ("-h", "--help", "--version")])
-    del known, rest
+    parser.parse_known_args([word for word in words if word in ("-h", "--help", "--version")])
     if not words:
         parser.print_help(sys.stderr)
         return Exit.USAGE
-    groups = {command.words[0] for command in COMMANDS if len(command.words) > 1}
-    if words[0] in groups:
-        offered = ", ".join(" ".join(command.words) for command in COMMANDS if command.words[0] == words[0])
-        parser.error(f"`{words[0]}` needs a second word; there is {offered}")
-    parser.error(f"no command {words[0]!r}; there is {', '.join(' '.join(command.words) for command in COMMANDS)}")
+    names = ", ".join(" ".join(command.words) for command in offered)
+    if group:
+        parser.error(f"`{group}` needs a second word; there is {names}")
+    parser.error(f"no command {words[0]!r}; there is {names}")
     return Exit.USAGE

@@ -1,7 +1,11 @@
-"""Shows how far the ranks have come: a bar on a terminal, one line per stage elsewhere. On stderr, so that stdout stays a table."""
+"""Shows how far the ranks have come: a bar on a terminal that is wide enough, one line per stage elsewhere.
+
+On stderr, so that stdout stays a table.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -11,17 +15,19 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+BAR_COLUMNS = 84  # of a terminal: below it bars would be cut, or wrap at every step
+
 
 class RankProgress:
     """`update(rank, what, done, total)` is what `launch` calls. A stage stands where its slowest rank does."""
 
     def __init__(self, ranks: int) -> None:
         console = Console(file=sys.stderr)
+        self._plain = not console.is_terminal or console.width < BAR_COLUMNS
         self._bar = Progress(
             TextColumn("{task.description:>32}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn(),
-            console=console, disable=not console.is_terminal,
+            console=console, disable=self._plain,
         )  # fmt: skip
-        self._plain = not console.is_terminal
         self._ranks = ranks
         self._done: dict[str, list[int]] = {}
         self._tasks: dict[str, TaskID] = {}
@@ -53,7 +59,8 @@ class RankProgress:
 
     def say(self, what: str) -> None:
         """One line, with the seconds since the start."""
-        print(f"[{time.monotonic() - self._begin:5.1f} s] {what}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it: what is measured does not end for that
+            print(f"[{time.monotonic() - self._begin:5.1f} s] {what}", file=sys.stderr, flush=True)
 
 
 def memory_bytes() -> int:

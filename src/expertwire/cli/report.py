@@ -1,11 +1,13 @@
-"""What a command found: rows of {name, value, unit, status, labels}, their JSON file, their table, and the exit status they mean."""
+"""What a command found: rows of {name, value, unit, status, …labels}, their JSON file, their table, and the exit status they mean."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -14,13 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import expertwire
+from expertwire.errors import ExpertwireError, InvalidArgumentError
 
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
     from rich.table import Table
 
 TABLE_WIDTH = 120
 Label = str | int | float | bool
+STDOUT_NAMES = frozenset({"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
 
 
 class Exit(IntEnum):
@@ -31,6 +37,7 @@ class Exit(IntEnum):
     USAGE = 2  # the command line cannot be meant
     SKIPPED = 3  # something asked for by name could not be run here
     INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+    TERMINATED = 143  # SIGTERM, as a shell reports it
 
 
 class RowStatus(StrEnum):
@@ -87,12 +94,28 @@ class Report:
         }
 
     def write(self, path: Path | None) -> None:
-        """Write the JSON file where one was asked for, whole or not at all."""
+        """Write the JSON file where one was asked for, whole or not at all; a device or a pipe, and `-` for stdout, as it comes.
+
+        Comes before any table: a table that nobody takes does not lose the figures. Raises `ExpertwireError` where it cannot be written.
+        """
         if path is None:
             return
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
-        scratch.replace(path)
+        text = json.dumps(self.as_json(), indent=2) + "\n"
+        if is_stdout(path):
+            print(text, end="", flush=True, file=sys.__stdout__)  # sys.stdout is where the tables go now
+            return
+        try:
+            if path.exists() and not path.is_file():
+                path.write_text(text, encoding="utf-8")
+                return
+            scratch = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                scratch.write_text(text, encoding="utf-8")
+                scratch.replace(path)
+            finally:
+                scratch.unlink(missing_ok=True)
+        except OSError as error:
+            raise ExpertwireError(f"--json {path} could not be written: {error.strerror}") from error
 
     def table(self, title: str, hide: Iterable[str] = ()) -> Table:
         """The rows as a table for a terminal: `low` and `high` as one column, labels that never change and those of `hide` left out."""
@@ -118,17 +141,43 @@ class Report:
         return table
 
 
+def is_stdout(path: Path | None) -> bool:
+    """Whether this --json FILE is stdout, which a command's tables then leave to it."""
+    return str(path) in STDOUT_NAMES
+
+
+def check_json_path(path: Path | None) -> None:
+    """Refuse a file that could not be written, before anything is measured. Raises `InvalidArgumentError`."""
+    if path is None or is_stdout(path):
+        return
+    if path.is_dir():
+        raise InvalidArgumentError(f"--json is {path}; that is a directory")
+    if not path.parent.is_dir():
+        raise InvalidArgumentError(f"--json is {path}; there is no directory {path.parent}")
+    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+        raise InvalidArgumentError(f"--json is {path}; this user may not write there")
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """Every option as it was given or by default, for `config`: what the rest of it was resolved from."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in sorted(vars(args).items())}
+
+
 def _spread(row: Row) -> str:
     low, high = row.labels.get("low"), row.labels.get("high")
     return f"{format_value(float(low))} to {format_value(float(high))}" if low is not None and high is not None else ""
 
 
 def terminal() -> Console:
-    """Where tables go: stdout, wide enough for them where it is a file or a pipe."""
+    """Where tables go: stdout, as wide as COLUMNS says, else wide enough for them, where it is a file or a pipe."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=TABLE_WIDTH)
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # the error being handled: rich itself would end the process without a word
+
+    console = Terminal()
+    return console if console.is_terminal else Terminal(width=shutil.get_terminal_size((TABLE_WIDTH, 0)).columns)
 
 
 def format_value(value: float) -> str:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertwire.cli.report import Report, RowStatus, terminal
+from expertwire.cli.report import Report, RowStatus, options, terminal
 from expertwire.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -90,22 +90,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the file."""
     if args.loop is not None:
-        from expertwire.cli.bench import ep_loop
+        from expertwire.cli.bench.loop import parse_loop
 
-        return ep_loop.run(args)
+        loop = parse_loop(args)
+        from expertwire.cli.bench import ep_loop  # loads torch
+
+        return ep_loop.run(args, loop)
     if args.shape is not None or args.microbatches != 1:
         raise InvalidArgumentError("--shape and --microbatches are of --loop; give --loop SECONDS with them")
     setup = parse(args)
-    report = Report("bench ep", {**asdict(setup), "routing": setup.routing})
+    report = Report("bench ep", {**asdict(setup), "options": options(args)})
     from expertwire.cli.launch import launch
     from expertwire.cli.progress import RankProgress
 
     with RankProgress(setup.ranks) as progress:
         measured = launch(_rank, (setup,), setup.ranks, on_progress=progress.update)
+    report.config["provider"] = measured[0].provider
     add_rows(report, measured, setup)
+    report.write(args.json)
     terminal().print(report.table(title(setup)))
     complain(measured)
-    report.write(args.json)
     return report.exit_status()
 
 

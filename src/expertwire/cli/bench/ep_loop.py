@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from expertwire.cli.bench.arms import Received
-from expertwire.cli.bench.ep import ROW_BYTES, Setup, make_inputs, parse
+from expertwire.cli.bench.ep import ROW_BYTES, make_inputs
+from expertwire.cli.bench.loop import Loop
 from expertwire.cli.bench.paired import Expected, Inputs, check_dispatch, expect, turn
 from expertwire.cli.bench.raw import RawSide
 from expertwire.cli.bench.shaped import enter_shaped, loopback_bytes
-from expertwire.cli.report import Report, RowStatus, terminal
+from expertwire.cli.report import Report, RowStatus, options, terminal
 from expertwire.ep import Buffer
-from expertwire.errors import InvalidArgumentError, UnavailableError
+from expertwire.errors import UnavailableError
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import best_library, choose_interface
 
@@ -36,25 +37,8 @@ if TYPE_CHECKING:
 RAW_SHAPES = ((65_536, 64), (262_144, 32), (1 << 20, 16))  # bytes of a write, window: the best of them is the ceiling
 RAW_SLOTS_BYTES = 32 << 20
 RAW_S = 0.5  # of one sample: the queue of a shaped loopback holds 50 ms
-SECONDS_MAX = 24 * 3600
 # What may cross a namespace of our own beside the rows: headers and acknowledgements; notifies, words, heartbeats and barriers.
 OVERHEAD_MAX, OVERHEAD_BYTES_MAX = 0.1, 64 << 10  # share of the rows, and bytes for each rank and dispatch
-MICROBATCHES_MAX = 8
-
-
-@dataclass(frozen=True)
-class Loop:
-    """What to measure; the same on every rank."""
-
-    setup: Setup
-    seconds: float
-    microbatches: int
-    shape: str  # rate of the loopback, or "bare"
-
-    @property
-    def dispatches(self) -> int:
-        """Of one turn; each keeps what it received until it is checked."""
-        return 4 if self.setup.ranks <= 2 else 2
 
 
 @dataclass
@@ -77,10 +61,10 @@ class Looped:
     provider: str
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write the file."""
-    loop = parse_loop(args)
-    report = Report("bench ep --loop", {**asdict(loop.setup), "loop": loop.seconds, "microbatches": loop.microbatches, "shape": loop.shape})
+def run(args: argparse.Namespace, loop: Loop) -> int:
+    """Measure, write the file, print the table."""
+    config = {**asdict(loop.setup), "loop": loop.seconds, "microbatches": loop.microbatches, "shape": loop.shape}
+    report = Report("bench ep --loop", {**config, "options": options(args)})
     from expertwire.cli.launch import launch
     from expertwire.cli.progress import RankProgress
 
@@ -94,31 +78,16 @@ def run(args: argparse.Namespace) -> int:
         report.add("wire_utilization", None, "", RowStatus.SKIPPED, why=str(error), shape=loop.shape)
         print(f"expertwire: {error}", file=sys.stderr)
     if looped is not None:
+        report.config["provider"] = looped[0].provider
         add_rows(report, looped, loop)
         for rank, one in enumerate(looped):
             for engine, turns in one.engines.items():
                 for fault in turns.faults:
                     print(f"rank {rank}, {engine}: {fault}", file=sys.stderr)
     title = f"sustained dispatch, {loop.setup.ranks} ranks, loopback {loop.shape}; GB/s of wire and raw are of all ranks together"
-    terminal().print(report.table(title, hide=("raw_bytes", "raw_window")))
     report.write(args.json)
+    terminal().print(report.table(title, hide=("raw_bytes", "raw_window")))
     return report.exit_status()
-
-
-def parse_loop(args: argparse.Namespace) -> Loop:
-    """Check the numbers; an error names the option, its value and the limit."""
-    if not 0 < args.loop <= SECONDS_MAX:
-        raise InvalidArgumentError(f"--loop is {args.loop}; give seconds, more than 0 and at most {SECONDS_MAX}")
-    if not 1 <= args.microbatches <= MICROBATCHES_MAX:
-        raise InvalidArgumentError(f"--microbatches is {args.microbatches}; it must be 1 to {MICROBATCHES_MAX}")
-    setup = parse(args)
-    if setup.against:
-        raise InvalidArgumentError("--against compares single calls; it cannot be asked for together with --loop")
-    if max(setup.node_of) == 0:
-        raise InvalidArgumentError(f"--ranks-per-node puts all {setup.ranks} ranks on one node: nothing would cross the wire")
-    if min(setup.tokens) < args.microbatches:
-        raise InvalidArgumentError(f"--microbatches is {args.microbatches}; a rank has only {min(setup.tokens)} tokens")
-    return Loop(setup, args.loop, args.microbatches, args.shape or "bare")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertwire.cli.report import Report, RowStatus, format_value, terminal
+from expertwire.cli.report import Report, RowStatus, format_value, options, terminal
 from expertwire.errors import InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     setup = parse(args)
     if setup.provider == "local":
         raise UnavailableError("--provider is 'local', which has no wire: load and store have no raw loop to be compared with")
-    report = Report("bench fabric", asdict(setup))
+    report = Report("bench fabric", {**asdict(setup), "options": options(args)})
     from expertwire.cli.bench.fabric_arms import measure, steps
     from expertwire.cli.launch import launch
     from expertwire.cli.progress import RankProgress
@@ -83,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     with RankProgress(2) as progress:
         measured = launch(measure, (setup,), 2, on_progress=progress.update, timeout_s=120 + 10 * setup.seconds * steps(setup))
     add_rows(report, setup, measured)
+    report.write(args.json)
     terminal().print(table(report, f"writes between two processes, {setup.provider} ({measured[0].provider}); GB/s per direction"))
     for rank, one in enumerate(measured):
         for fault in one.faults:
             print(f"rank {rank}: {fault}", file=sys.stderr)
-    report.write(args.json)
     return report.exit_status()
 
 

@@ -15,13 +15,18 @@ BURST, LATENCY = "256kb", "50ms"
 COMMAND_S = 20
 
 
+def check_rate(rate: str) -> None:
+    """Raises `InvalidArgumentError` where `rate` is none of tc's."""
+    if not re.fullmatch(r"\d+(\.\d+)?(k|m|g|t)?bit", rate):
+        raise InvalidArgumentError(f"--shape is {rate!r}; give a rate as tc takes it, such as 2gbit or 500mbit")
+
+
 def enter_shaped(rate: str) -> None:
     """Move this process, and whatever it starts from now on, into a namespace whose loopback passes `rate` (tc's word: "2gbit").
 
     Raises `InvalidArgumentError` (no such rate), `UnavailableError` where the right, `ip`, `tc` or the kernel's queue is missing.
     """
-    if not re.fullmatch(r"\d+(\.\d+)?(k|m|g|t)?bit", rate):
-        raise InvalidArgumentError(f"--shape is {rate!r}; give a rate as tc takes it, such as 2gbit or 500mbit")
+    check_rate(rate)
     _unshare()
     _do("ip", "link", "set", "lo", "up")
     _do("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate, "burst", BURST, "latency", LATENCY)

@@ -13,6 +13,7 @@ Equal --seed and --iterations give an equal hash of all payloads.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertwire.cli.report import Exit, Report, RowStatus, terminal
+from expertwire.cli.report import Exit, Report, RowStatus, options, terminal
 from expertwire.errors import ExpertwireError, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -50,15 +51,14 @@ def run(args: argparse.Namespace) -> int:
     from expertwire.cli.soak.worker import Setup, soak
 
     setup = Setup(args.ranks, args.provider, args.seed, args.seconds, args.iterations)
-    report = Report("soak fabric", asdict(setup))
+    report = Report("soak fabric", {**asdict(setup), "options": options(args)})
     limit_s = GRACE_S + (setup.iterations * ITERATION_S_MAX if setup.iterations else setup.seconds)
     with RankProgress(setup.ranks) as progress:
 
         def show(rank: int, what: str, done: int, total: int) -> None:
-            if what == "pid":
-                print(f"rank {rank} pid {done}", flush=True)
-            elif what == "iteration":
-                print(f"iteration {done}", flush=True)
+            if what in ("pid", "iteration"):
+                with contextlib.suppress(OSError):  # the reader has gone: said in the end, the soak goes on
+                    print(f"rank {rank} pid {done}" if what == "pid" else f"iteration {done}", flush=True)
             else:
                 progress.update(rank, what, done, total)
 
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
             print(f"expertwire: {error}", file=sys.stderr)
             return Exit.FAILED
     add_rows(report, outcomes, setup)
+    report.write(args.json)
     terminal().print(report.table(f"{setup.ranks} ranks over {setup.provider}, seed {setup.seed}"))
     for outcome in outcomes:
         for failure in outcome.failures:
             print(failure, file=sys.stderr)
-    report.write(args.json)
     return report.exit_status()
 
 
