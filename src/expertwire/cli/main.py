@@ -64,6 +64,11 @@ COMMANDS = (
         "expertwire.cli.bench.fabric",
         "writes between two processes: async, its synchronous fallback and the raw ceiling, in one run",
     ),
+    Command(
+        ("simulate",),
+        "expertwire.cli.simulate",
+        "dispatch and combine in virtual time, on a network that is not here, beside what was published",
+    ),
     Command(("bench", "ep"), "expertwire.cli.bench.ep", "time dispatch and combine, beside gloo if asked, every payload verified"),
     Command(("soak", "fabric"), "expertwire.cli.soak.fabric", "random traffic with injected faults between processes, every byte checked"),
 )
