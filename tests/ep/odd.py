@@ -72,3 +72,18 @@ def negated_weights(rank: Rank) -> list[float]:
     ids = torch.full((1, 1), rank.rank * EXPERTS // rank.size)
     received = dispatch_rows(buffer, rows_of(rank.rank, tokens=1)[0], ids, weights)[2]
     return [float(weight) for weight in received.flatten()]
+
+
+def other_hidden(rank: Rank, node_of: Sequence[int]) -> bool:
+    """Rows that come home wider, and narrower, than they went out."""
+    buffer = Buffer(rank.group, num_nvl_bytes=4 << 20, node_of=node_of)
+    x, ids, weights = rows_of(rank.rank)
+    received, _, _, _, handle, _ = dispatch_rows(buffer, x, ids, weights)
+    in_rank = buffer.get_dispatch_layout(ids, EXPERTS)[3]
+    right = True
+    for wide in (torch.cat([received, received, received], dim=1), received[:, :5]):
+        combined = buffer.combine(wide, handle)[0]
+        want = (x.float() * in_rank.sum(1, keepdim=True)).bfloat16()
+        right &= torch.equal(combined, torch.cat([want] * 3, dim=1) if wide.shape[1] > x.shape[1] else want[:, :5])
+    buffer.destroy()
+    return right

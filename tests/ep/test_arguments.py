@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from ep import odd, work
 from expertwire.ep import Buffer
+from expertwire.ep.buffer import PLANNED
 from expertwire.ep.layout import check_node_table
-from expertwire.errors import InvalidArgumentError
+from expertwire.errors import InvalidArgumentError, UnavailableError
 from harness import World
 
 INVALID, TYPE, UNAVAILABLE = "InvalidArgumentError", "InvalidTypeError", "UnavailableError"
+# The methods that callers of DeepEP's Buffer use.
+DEEP_EP_NAMES = [
+    "capture",
+    "clean_low_latency_buffer",
+    "combine",
+    "destroy",
+    "dispatch",
+    "get_combine_config",
+    "get_comm_stream",
+    "get_dispatch_config",
+    "get_dispatch_layout",
+    "get_local_buffer_tensor",
+    "get_low_latency_rdma_size_hint",
+    "get_next_low_latency_combine_buffer",
+    "is_sm90_compiled",
+    "low_latency_clean_mask_buffer",
+    "low_latency_combine",
+    "low_latency_dispatch",
+    "low_latency_query_mask_buffer",
+    "low_latency_update_mask_buffer",
+    "set_num_sms",
+]
 # What each wrong call of work.bad_arguments says.
 CALLS = {
     "layout ids float": (TYPE, r"topk_idx has dtype torch\.float32; it must be torch\.int64 or torch\.int32"),
-    "layout ids 1-D": (INVALID, r"topk_idx has shape \[2\]; it must be \[any, any\]"),
+    "layout ids 1-D": (INVALID, r"topk_idx has shape \[2\]; it must be \[tokens, top-k\]"),
     "layout ids beyond": (INVALID, r"topk_idx\[2, 1\] is 8\W.* \[0, 8\)"),
     "layout ids below": (INVALID, r"topk_idx\[4, 0\] is -2\W.* \[0, 8\)"),
     "layout no top-k": (INVALID, r"topk_idx has shape \[5, 0\]; top-k must be at least 1"),
@@ -29,7 +53,7 @@ CALLS = {
     "layout event": (TYPE, "previous_event must be an EventOverlap or None, got int"),
     "layout allocate": (INVALID, "allocate_on_comm_stream is True with previous_event=None and async_finish=False; it needs both"),
     "x float32": (TYPE, r"x has dtype torch\.float32; it must be torch\.bfloat16"),
-    "x 1-D": (INVALID, r"x has shape \[32\]; it must be \[any, any\]"),
+    "x 1-D": (INVALID, r"x has shape \[32\]; it must be \[tokens, hidden\]"),
     "x no columns": (INVALID, r"x has shape \[5, 0\]; a row needs at least 1 element"),
     "x fp8": (UNAVAILABLE, "x is a tuple of 2 .* FP8 is not there yet"),
     "x fp8 alone": (UNAVAILABLE, r"x has dtype torch\.float8_e4m3fn; FP8 is not there yet"),
@@ -45,7 +69,7 @@ CALLS = {
     "in rank shape": (INVALID, r"is_token_in_rank has shape \[5, 1\]; it must be \[5, 2\]"),
     "in rank dtype": (TYPE, r"is_token_in_rank has dtype torch\.int32; it must be torch\.bool"),
     "ids beyond": (INVALID, r"topk_idx\[2, 1\] is 8\W.* \[0, 8\)"),
-    "ids length": (INVALID, r"topk_idx has shape \[4, 2\]; it must be \[5, any\]"),
+    "ids length": (INVALID, r"topk_idx has shape \[4, 2\]; it must be \[5, top-k\]"),
     "weights double": (TYPE, r"topk_weights has dtype torch\.float64; it must be torch\.float32"),
     "weights shape": (INVALID, r"topk_weights has shape \[5, 1\]; it must be \[5, 2\]"),
     "weights alone": (INVALID, "topk_idx is None; it must be given when topk_weights is"),
@@ -54,14 +78,14 @@ CALLS = {
     "worst tokens negative": (INVALID, "num_worst_tokens is -1; it must be at least 0"),
     "config": (TYPE, r"config must be an expertwire\.ep\.Config or None, got tuple"),
     "handle with layout": (INVALID, "num_tokens_per_rank is given .* must be None when handle is given"),
-    "handle with tokens": (INVALID, r"x has shape \[4, 32\]; it must be \[5, any\]"),
+    "handle with tokens": (INVALID, r"x has shape \[4, 32\]; it must be \[5, hidden\]"),
     "handle type": (TYPE, "handle must be the Handle that a dispatch returned, got tuple"),
     "handle foreign": (INVALID, "handle was made by another Buffer"),
     "combine foreign": (INVALID, "handle was made by another Buffer"),
     "combine no handle": (TYPE, "handle must be the Handle that a dispatch returned, got NoneType"),
-    "combine rows": (INVALID, r"x has shape \[\d+, 32\]; it must be \[\d+, any\]"),
+    "combine rows": (INVALID, r"x has shape \[\d+, 32\]; it must be \[\d+, hidden\]"),
     "combine dtype": (TYPE, r"x has dtype torch\.float16; it must be torch\.bfloat16"),
-    "combine weights shape": (INVALID, r"topk_weights has shape \[\d+, 2\]; it must be \[\d+, any\]"),
+    "combine weights shape": (INVALID, r"topk_weights has shape \[\d+, 2\]; it must be \[\d+, top-k\]"),
     "combine weights 0": (INVALID, r"topk_weights\.shape\[1\] is 0; it must be at least 1"),
     "combine bias rows": (INVALID, r"bias has shape \[4, 32\]; it must be \[5, 32\]"),
     "combine bias columns": (INVALID, r"bias has shape \[5, 31\]; it must be \[5, 32\]"),
@@ -130,6 +154,40 @@ def test_a_plan_that_nothing_could_hold_is_refused() -> None:
 
 def test_nodes_may_be_a_tensor_and_count_by_value() -> None:
     assert check_node_table("node_of", torch.tensor([0, 1, 1, 0]), 4) == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("node_of", "message"),
+    [
+        ([-1, -1], r"node_of\[0\] is -1; a node's number is at least 0"),
+        (torch.tensor([0, -2]), r"node_of\[1\] is -2"),
+        ("ab", "node_of is 'ab'; it must be a list with one node for each rank"),
+        ({0: 1, 1: 1}, "it must be a list"),
+        ({0, 1}, "it must be a list"),
+    ],
+    ids=str,
+)
+def test_what_is_no_node_table_is_refused(node_of: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_node_table("node_of", node_of, 2)
+
+
+def test_every_name_of_deep_ep_is_there_or_says_that_it_is_planned() -> None:
+    buffer = Buffer.__new__(Buffer)
+    for name in DEEP_EP_NAMES:
+        if name in PLANNED:
+            assert not hasattr(buffer, name), "whoever probes for it is told the truth"
+            with pytest.raises(UnavailableError, match=f"Buffer.{name} is part of .*, which is planned and not there yet"):
+                getattr(buffer, name)
+        else:
+            assert callable(getattr(buffer, name))
+    assert set(PLANNED) <= set(DEEP_EP_NAMES)
+    with pytest.raises(AttributeError, match="Buffer has no attribute 'nosuch'"):
+        buffer.nosuch  # noqa: B018
+
+
+def test_a_combine_may_have_another_hidden_size(world: World) -> None:
+    assert world.run(3, odd.other_hidden, (0, 0, 1)) == [True, True, True]
 
 
 def test_lazily_negated_weights_arrive_negated(world: World) -> None:

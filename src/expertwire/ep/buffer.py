@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 
@@ -30,7 +30,7 @@ from expertwire.ep.config import (
 from expertwire.ep.event import EventHandle, EventOverlap
 from expertwire.ep.handle import Handle
 from expertwire.ep.layout import check_node_table
-from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, StateError, UnavailableError
+from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, PlannedError, StateError, UnavailableError
 from expertwire.fabric.config import TIMEOUT_MS_MAX
 
 if TYPE_CHECKING:
@@ -40,6 +40,16 @@ topk_idx_t = torch.int64
 
 # Names that variants of DeepEP's Buffer take and that ask for nothing here.
 _VARIANTS = frozenset({"use_fabric", "allow_nvlink_for_normal_mode", "is_intranode"})
+# Names of DeepEP's Buffer that are not there yet, and what they belong to.
+PLANNED = {
+    "clean_low_latency_buffer": "the low-latency mode",
+    "get_next_low_latency_combine_buffer": "the low-latency mode",
+    "low_latency_clean_mask_buffer": "the low-latency mode",
+    "low_latency_combine": "the low-latency mode",
+    "low_latency_dispatch": "the low-latency mode",
+    "low_latency_query_mask_buffer": "the low-latency mode",
+    "low_latency_update_mask_buffer": "the low-latency mode",
+}
 _numbers = itertools.count()
 
 
@@ -117,7 +127,7 @@ class Buffer:
             explicitly_destroy: the caller promises to call `destroy()`. Either way a Buffer that dies, or lives at the interpreter's exit,
                 is released.
             comm: an mpi4py communicator in place of `group`.
-            node_of: node of each rank, any hashable names; by default ranks that can map each other's memory are one node.
+            node_of: node of each rank, numbers from 0 or names; by default ranks that can map each other's memory are one node.
             provider: network provider, "tcp" or "local"; by default `EXPERTWIRE_PROVIDER`, else the best found.
             timeout_ms: deadline of each operation; by default `EXPERTWIRE_TIMEOUT_MS`, else 100,000.
             max_local_experts: most experts per rank that any dispatch will have.
@@ -258,6 +268,14 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"<Buffer rank {self.rank} of {self.group_size}, {self.num_nodes} nodes, {self._state.value}>"
+
+    if not TYPE_CHECKING:  # a checker finds a misspelt name by itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Only for names that are not there. Raises `PlannedError` or `AttributeError`."""
+            if name in PLANNED:
+                raise PlannedError(f"Buffer.{name} is part of {PLANNED[name]}, which is planned and not there yet")
+            raise AttributeError(f"Buffer has no attribute {name!r}")
 
     def get_comm_stream(self) -> torch.Stream:
         """The stream that operations run on. Raises `UnavailableError` on CPU: operations run in the caller's thread."""
@@ -404,7 +422,8 @@ class Buffer:
         """Bring rows back to the tokens that they came from, summed over ranks in fp32 in a fixed order, unweighted. Collective.
 
         Args:
-            x: rows bf16 [N, H], in the order in which the dispatch of `handle` received them, any strides. Contiguous rows inside the
+            x: rows bf16 [N, H], in the order in which the dispatch of `handle` received them, any strides. H is the same on all ranks, but
+                need not be the dispatch's. Contiguous rows inside the
                 data region, such as the received tensor written over in place, are read where they lie; others are copied there first.
                 Either way nobody may write to x before the call returns.
             topk_weights: f32 [N, K], summed alike.
@@ -421,7 +440,7 @@ class Buffer:
         rows = checks.rows("x", x, routing.num_recv_tokens)
         weights = None
         if topk_weights is not None:
-            weights = checks.tensor("topk_weights", topk_weights, (torch.float32,), (routing.num_recv_tokens, None))
+            weights = checks.tensor("topk_weights", topk_weights, (torch.float32,), (routing.num_recv_tokens, "top-k"))
             require_int("topk_weights.shape[1]", weights.shape[1], 1)
         added = checks.biases(bias, routing.num_tokens, rows.shape[1])
         with self._calling("combine"):

@@ -20,8 +20,8 @@ UNSENT = (InvalidArgumentError, UnavailableError, MismatchError, CapacityError)
 ID_TYPES = (torch.int64, torch.int32)
 
 
-def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> torch.Tensor:
-    """`value` as a contiguous CPU tensor of one of the dtypes and the shape (None: any length). Raises `InvalidArgumentError`."""
+def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str]) -> torch.Tensor:
+    """`value` as a contiguous CPU tensor of one of the dtypes and the shape (a name: any length). Raises `InvalidArgumentError`."""
     if not isinstance(value, torch.Tensor):
         raise InvalidTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
@@ -30,9 +30,8 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Seque
         raise InvalidArgumentError(f"{name} has layout {value.layout}; it must be strided")
     if value.device.type not in _DEVICES:
         raise UnavailableError(f"{name} is on device {value.device}; this version works on CPU tensors, CUDA is not there yet")
-    if value.dim() != len(shape) or any(want is not None and got != want for got, want in zip(value.shape, shape, strict=True)):
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise InvalidArgumentError(f"{name} has shape {list(value.shape)}; it must be [{wanted}]")
+    if value.dim() != len(shape) or any(isinstance(want, int) and got != want for got, want in zip(value.shape, shape, strict=True)):
+        raise InvalidArgumentError(f"{name} has shape {list(value.shape)}; it must be [{', '.join(map(str, shape))}]")
     return value.detach().resolve_neg().contiguous()  # a lazily negated view is contiguous and has the wrong bytes
 
 
@@ -42,7 +41,7 @@ def rows(name: str, value: object, count: int | None = None, hidden: int | None 
         raise UnavailableError(f"{name} is a tuple of {len(value)} (rows with scales); FP8 is not there yet, give a bfloat16 tensor")
     if isinstance(value, torch.Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise UnavailableError(f"{name} has dtype {value.dtype}; FP8 is not there yet, give a bfloat16 tensor")
-    found = tensor(name, value, (torch.bfloat16,), (count, hidden))
+    found = tensor(name, value, (torch.bfloat16,), ("tokens" if count is None else count, "hidden" if hidden is None else hidden))
     if found.shape[1] < 1:
         raise InvalidArgumentError(f"{name} has shape {list(found.shape)}; a row needs at least 1 element")
     return found
@@ -50,15 +49,15 @@ def rows(name: str, value: object, count: int | None = None, hidden: int | None 
 
 def expert_ids(name: str, value: object, tokens: int | None = None) -> torch.Tensor:
     """Expert numbers [T, K], int64 or int32. That each is −1 or an expert is checked where they are counted, before anything is sent."""
-    found = tensor(name, value, ID_TYPES, (tokens, None))
+    found = tensor(name, value, ID_TYPES, ("tokens" if tokens is None else tokens, "top-k"))
     if found.shape[1] < 1:
         raise InvalidArgumentError(f"{name} has shape {list(found.shape)}; top-k must be at least 1")
     return found
 
 
 def counts(name: str, value: object, length: int | None) -> torch.Tensor:
-    """Counts i32[length], none negative."""
-    found = tensor(name, value, (torch.int32,), (length,))
+    """Counts i32[length], none negative; None: one for each expert."""
+    found = tensor(name, value, (torch.int32,), ("experts" if length is None else length,))
     if found.numel() > 0 and int(found.min()) < 0:
         place = int((found < 0).nonzero()[0])
         raise InvalidArgumentError(f"{name}[{place}] is {int(found[place])}; a count must be at least 0")
@@ -141,15 +140,15 @@ def routing(tokens: int, node_of: Sequence[int], layout: Mapping[str, object]) -
     present("when handle is not", **{name: layout[name] for name in needed})
     in_rank = tensor("is_token_in_rank", layout["is_token_in_rank"], (torch.bool,), (tokens, ranks))
     per_rank = counts("num_tokens_per_rank", layout["num_tokens_per_rank"], ranks)
-    per_node = topk_idx = topk_weights = topk = None
+    per_node = topk_idx = topk_weights = None
     if layout["num_tokens_per_rdma_rank"] is not None:
         per_node = counts("num_tokens_per_rdma_rank", layout["num_tokens_per_rdma_rank"], nodes)
     per_expert = counts("num_tokens_per_expert", layout["num_tokens_per_expert"], None)
     num_experts = require_int("num_tokens_per_expert.shape[0], the number of experts,", per_expert.shape[0], 1)
     if layout["topk_idx"] is not None:
         topk_idx = expert_ids("topk_idx", layout["topk_idx"], tokens)
-        topk = topk_idx.shape[1]
     if layout["topk_weights"] is not None:
-        present("when topk_weights is", topk_idx=topk_idx)
-        topk_weights = tensor("topk_weights", layout["topk_weights"], (torch.float32,), (tokens, topk))
+        if topk_idx is None:
+            raise InvalidArgumentError("topk_idx is None; it must be given when topk_weights is")
+        topk_weights = tensor("topk_weights", layout["topk_weights"], (torch.float32,), (tokens, topk_idx.shape[1]))
     return Routing(num_experts, expert_bounds(num_experts, ranks), per_rank, per_node, per_expert, in_rank, topk_idx, topk_weights)
