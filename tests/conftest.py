@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from harness import World
+from leftovers import held, left_over
+
+WATCHED = {"fabric", "ep", "sim"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of these rooms leaves no endpoint, region, request, handle, descriptor or thread behind, here or in a rank."""
+    if Path(request.path).parent.name not in WATCHED:
+        yield
+        return
+    before = held()
+    yield
+    (getattr(request.node, "funcargs", None) or {}).clear()  # pytest would keep them a little longer
+    more = left_over(before)
+    assert not more, f"left behind: {dict(more)}"
 
 
 @pytest.fixture(scope="session")

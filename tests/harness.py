@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from leftovers import of_the_core
+
 WORLD_SIZE = 12
 AFTER_FAILURE_S = 5.0  # how long the other ranks are given once one has failed
 END_S = 5.0
@@ -47,9 +49,15 @@ class Rank:
 
 
 def forget_buffers(rank: Rank) -> None:
-    """Destroy what `Rank.buffer` made on this rank, in the order of making, which is the same on all ranks that share a Buffer."""
+    """Destroy what `Rank.buffer` made on this rank, in the order of making, which is the same on all ranks that share a Buffer.
+
+    Nothing of them may be left, beside what functions keep for themselves.
+    """
     for key in [key for key in rank.kept if isinstance(key, tuple) and key[0] == "buffer"]:
         rank.kept.pop(key).destroy()
+    if not rank.kept:
+        more = of_the_core()
+        assert not more, f"rank {rank.rank} left behind: {dict(more)}"
 
 
 class RanksFailedError(AssertionError):

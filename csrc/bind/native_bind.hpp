@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "provider/live_objects.hpp"
 #include "runtime/context.hpp"
 
 namespace expertwire {
@@ -33,6 +34,7 @@ struct PyRequest {
     Ticket ticket;
     std::uint32_t rank = 0;
     std::atomic<bool> released{false};
+    Counted<Live::request> counted;
 
     PyRequest(std::shared_ptr<runtime::Context> owner, Ticket request, std::uint32_t peer)
         : context(std::move(owner)), ticket(request), rank(peer) {}

@@ -492,6 +492,15 @@ void bind_context(nb::module_& module) {
     module.def(
         "status_name", [](int status) { return std::string(runtime::status_name(static_cast<Status>(status))); },
         "status"_a, "The word for a status number.");
+    module.def(
+        "live_objects",
+        [] {
+            nb::dict counts;
+            for (std::size_t i = 0; i < live_names.size(); ++i)
+                counts[live_names[i]] = live_counts[i].load(std::memory_order_relaxed);
+            return counts;
+        },
+        "dict[str, int]: how many objects of each kind are alive in this process; for tests.");
     using Release = nb::call_guard<nb::gil_scoped_release>;
     auto cls = nb::class_<PyContext>(module, "Context",
                                      "One transport instance: provider, engine, regions, peers, one progress thread.");

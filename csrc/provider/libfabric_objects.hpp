@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "provider/libfabric.hpp"
+#include "provider/live_objects.hpp"
 #include "provider/loader.hpp"
 
 namespace expertwire::fabric {
@@ -50,6 +51,7 @@ class Handle {
 
   private:
     Fid* fid_ = nullptr;
+    Counted<Live::fabric_handle> counted_;
 };
 
 struct InfoDeleter {

@@ -20,6 +20,7 @@
 #include "engine/types.hpp"
 #include "provider/capabilities.hpp"
 #include "provider/libfabric.hpp"
+#include "provider/live_objects.hpp"
 #include "runtime/clock.hpp"
 #include "runtime/doorbell.hpp"
 #include "runtime/failure.hpp"
@@ -200,6 +201,7 @@ class Context {
     std::vector<std::uint32_t> barrier_missing(std::uint64_t epoch) const;
 
     std::unique_ptr<ContextState> state_;
+    Counted<Live::context> counted_;
 };
 
 // Holds the token for a scope and counts as a caller's turn.

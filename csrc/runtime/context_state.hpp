@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "provider/live_objects.hpp"
 #include "provider/provider.hpp"
 #include "runtime/blob.hpp"
 #include "runtime/context.hpp"
@@ -30,6 +31,7 @@ struct RegionRecord {
     std::uint64_t bytes = 0;
     Descriptor fd;    // own memory; -1 for the caller's
     Mapping mapping;  // own memory
+    Counted<Live::region> counted;
 };
 
 struct RemoteRegion {

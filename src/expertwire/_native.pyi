@@ -50,6 +50,11 @@ class Request:
 def status_name(status: int) -> str:
     """The word for a status number."""
 
+def live_objects() -> dict:
+    """
+    dict[str, int]: how many objects of each kind are alive in this process; for tests.
+    """
+
 class Context:
     """
     One transport instance: provider, engine, regions, peers, one progress thread.

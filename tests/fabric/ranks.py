@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 
 from expertwire.fabric.config import Settings
 from fabric.provider_peer import remove_shared_files
+from leftovers import LEFT_OVER, held, left_over
 
 ANSWER_S = 60.0
 LOCAL = Settings(provider="local", timeout_ms=20_000)
@@ -32,7 +34,17 @@ class RankError(AssertionError):
 
 
 def serve(connection: Connection, rank: int, size: int, settings: Settings, arguments: dict[str, Any], share: bool) -> None:
-    """The life of one rank's process."""
+    """One rank's process. It leaves with exit code `LEFT_OVER` where it still holds something when its endpoint is closed and dropped."""
+    before = held()
+    live(connection, rank, size, settings, arguments, share)
+    more = left_over(before)
+    if more:
+        print(f"rank {rank} left behind: {dict(more)}", file=sys.stderr, flush=True)
+        sys.exit(LEFT_OVER)
+
+
+def live(connection: Connection, rank: int, size: int, settings: Settings, arguments: dict[str, Any], share: bool) -> None:
+    """What it does."""
     # The server of all ranks may have been started by a test of the launcher, which blocks Ctrl-C in it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(arguments.pop("environment", {}))  # what libfabric reads when it is loaded
@@ -147,3 +159,5 @@ def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: An
             member.connection.close()
             if settings.provider == "shm":
                 remove_shared_files(member.pid)
+        left = [member.rank for member in members if member.process.exitcode == LEFT_OVER]
+        assert not left, f"ranks {left} left something behind; they say what on stderr"
