@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from expertwire.fabric import Endpoint, Scope
-from fabric.bodies import counter
+import time
+from contextlib import suppress
+
+from expertwire.errors import ExpertwireError, StateError
+from expertwire.fabric import Endpoint, Request, Scope, Signal
+from fabric.bodies import counter, data
 from fabric.ranks import COUNTERS, DATA_BYTES
+
+STREAM_BYTES = 1 << 18
 
 
 def now(endpoint: Endpoint) -> Endpoint:
@@ -51,3 +57,92 @@ def barriers_in_order(endpoint: Endpoint, rounds: int) -> list[int]:
         seen.append(counter(mine, 4) - before)
         mine.barrier()
     return seen
+
+
+def stream_until_it_dies(endpoint: Endpoint, victim: int, other: int, more: int) -> tuple[str, int, float, set[str]]:
+    """Signalled writes to two ranks, both in flight at once, until one of them is dead; then `more` writes to the other.
+
+    Returns (what was raised, whom it names, seconds from the post that failed, statuses of the writes to the other).
+    """
+    region, raised, fine = data(endpoint), None, set()
+    while raised is None:
+        beside = endpoint.write(other, region, "data", STREAM_BYTES, signal=Signal(1, 8))
+        posted = time.monotonic()
+        try:
+            endpoint.write(victim, region, "data", STREAM_BYTES, signal=Signal(1, 8)).wait()
+        except ExpertwireError as error:
+            raised = error
+        took = time.monotonic() - posted
+        fine.add(status_at_end(beside))
+    for _ in range(more):
+        fine.add(status_at_end(endpoint.write(other, region, "data", STREAM_BYTES, signal=Signal(1, 8))))
+    return type(raised).__name__, getattr(raised, "rank", -1), took, fine
+
+
+def status_at_end(request: Request) -> str:
+    """Without asking who is dead: that rank is not this request's peer."""
+    deadline = time.monotonic() + 20
+    while not request.done:
+        request.poll()
+        assert time.monotonic() < deadline, request
+    return request.status().name
+
+
+def write_to_a_stopped(endpoint: Endpoint, stopped: int, other: int, count: int, timeout_ms: int) -> tuple[str, float, set[str]]:
+    """`count` writes to each, submitted in turns. (how the wait for the last to the stopped one ended, seconds, the others' statuses)"""
+    region = data(endpoint)
+    held, fine = [], []
+    for _ in range(count):
+        held.append(endpoint.write(stopped, region, "data", STREAM_BYTES, signal=Signal(1, 8)))
+        fine.append(endpoint.write(other, region, "data", STREAM_BYTES, signal=Signal(1, 8)))
+    for request in fine:
+        request.wait()
+    begun = time.monotonic()
+    try:
+        held[-1].wait(timeout_ms)
+        ended = "ok"
+    except ExpertwireError as error:
+        ended = type(error).__name__
+    endpoint.stuck = held  # type: ignore[attr-defined]
+    return ended, time.monotonic() - begun, {request.status().name for request in fine}
+
+
+def write_on(endpoint: Endpoint, target: int, value: int) -> tuple[int, str]:
+    """Signalled writes, one after the other, until one is refused; how many ended well, and what refused the last."""
+    region, done = data(endpoint), 0
+    region.numpy("uint8")[:] = value
+    while True:
+        try:
+            endpoint.write(target, region, "data", STREAM_BYTES, signal=Signal(1, 8 * 9)).wait()
+            done += 1
+        except ExpertwireError as error:
+            return done, str(error)
+
+
+def fence_off(endpoint: Endpoint, writer: int, value: int) -> None:
+    """Remove the writer, close the region that it knows, and offer fresh memory under another name.
+
+    The close is refused while the writer is in the middle of a copy: `close_fenced` asks again.
+    """
+    endpoint.remove_peer(writer)
+    endpoint.fenced = data(endpoint)  # type: ignore[attr-defined]
+    with suppress(StateError):
+        endpoint.fenced.close(200)  # type: ignore[attr-defined]
+    fresh = endpoint.region("fresh", STREAM_BYTES)
+    fresh.numpy("uint8")[:] = value
+    endpoint.fresh = fresh  # type: ignore[attr-defined]
+
+
+def close_fenced(endpoint: Endpoint) -> None:
+    endpoint.fenced.close()  # type: ignore[attr-defined]
+
+
+def fresh_is(endpoint: Endpoint, value: int) -> bool:
+    return bool((endpoint.fresh.numpy("uint8") == value).all())  # type: ignore[attr-defined]
+
+
+def write_fresh(endpoint: Endpoint, peer: int, blob: bytes, value: int) -> None:
+    endpoint.add_peer(peer, blob)
+    region = data(endpoint)
+    region.numpy("uint8")[:] = value
+    endpoint.write(peer, region, "fresh", STREAM_BYTES).wait()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from expertwire.fabric.config import Settings
 from fabric import bodies, fault_bodies
-from fabric.ranks import LOCAL, TCP, ranks
+from fabric.ranks import LOCAL, SHM, TCP, ranks
 
-BOTH = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])
+SEEN_S = 10.0
+WAIT_MS = 500
+GRACE_S = 2.0  # for a busy machine to notice that a deadline has passed
+EVERY = pytest.mark.parametrize("settings", [LOCAL, TCP, SHM], ids=["local", "tcp", "shm"])
 
 
-@BOTH
+@EVERY
 def test_who_comes_back_meets_the_others_at_their_barriers(settings: Settings) -> None:
     """Barriers are numbered: another endpoint under the same rank counts on from where the others are."""
     with ranks(3, settings) as group:
@@ -25,3 +31,54 @@ def test_who_comes_back_meets_the_others_at_their_barriers(settings: Settings) -
             group[returning].answer()
             for seen in group.all(fault_bodies.barriers_in_order, 2):
                 assert seen == [2, 4]
+
+
+@EVERY
+def test_a_rank_killed_in_a_transfer_fails_its_writer_alone(settings: Settings) -> None:
+    with ranks(3, settings) as group:
+        group.all(bodies.barrier_in_order, 1)
+        group[0].ask(fault_bodies.stream_until_it_dies, 2, 1, 20)
+        assert group[2].call(bodies.wait_counter, 1, 3)
+        os.kill(group[2].pid, signal.SIGKILL)
+        kind, named, seconds, statuses = group[0].answer()
+        assert (kind, named) == ("PeerError", 2)
+        assert seconds < SEEN_S
+        assert statuses == {"OK"}
+        assert group[1].call(bodies.counter, 1) >= 20
+
+
+@EVERY
+def test_a_rank_stopped_in_a_transfer_holds_up_its_writes_alone(settings: Settings) -> None:
+    with ranks(3, settings) as group:
+        group.all(bodies.barrier_in_order, 1)
+        os.kill(group[2].pid, signal.SIGSTOP)
+        try:
+            ended, seconds, statuses = group[0].call(fault_bodies.write_to_a_stopped, 2, 1, 40, WAIT_MS)
+        finally:
+            os.kill(group[2].pid, signal.SIGCONT)
+        assert ended == ("ok" if settings.provider == "local" else "DeadlineError")  # mapped memory takes writes whoever sleeps
+        assert seconds < WAIT_MS / 1000 + GRACE_S
+        assert statuses == {"OK"}
+        assert group[1].call(bodies.wait_counter, 1, 40)
+        assert group[0].call(bodies.finish_stuck) == 40
+        assert group[2].call(bodies.wait_counter, 1, 40)
+
+
+def test_one_that_was_stopped_and_wakes_finds_the_region_closed() -> None:
+    """On local, where its mapping outlives its removal."""
+    with ranks(3, LOCAL) as group:
+        group.all(bodies.barrier_in_order, 1)
+        group[2].ask(fault_bodies.write_on, 1, 0xEE)
+        assert group[1].call(bodies.wait_counter, 9, 3)
+        os.kill(group[2].pid, signal.SIGSTOP)
+        try:
+            group[1].call(fault_bodies.fence_off, 2, 0x5A)
+        finally:
+            os.kill(group[2].pid, signal.SIGCONT)
+        group[1].call(fault_bodies.close_fenced)
+        done, why = group[2].answer()
+        assert done >= 3
+        assert "bad_key" in why
+        assert group[1].call(fault_bodies.fresh_is, 0x5A)
+        group[0].call(fault_bodies.write_fresh, 1, group[1].call(fault_bodies.blob), 0x11)
+        assert group[1].call(fault_bodies.fresh_is, 0x11)
