@@ -5,7 +5,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV := .venv
-BIN := $(CURDIR)/$(VENV)/bin
+# Relative, since the path to here may have spaces, which no prerequisite of make may.
+BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 # The CPU build where this index has one; installed before the package, whose own `torch` may be gigabytes of CUDA.
 TORCH := torch==2.13.0
@@ -16,7 +17,7 @@ CPP_FILES = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 SOURCES := $(shell find csrc src -type f \( -name '*.hpp' -o -name '*.cpp' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \)) \
 	CMakeLists.txt pyproject.toml README.md LICENSE
 
-export PATH := $(BIN):$(PATH)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_NO_INPUT := 1
 
 SEEDS ?= 2000
@@ -28,6 +29,7 @@ help: ## say what there is
 
 demo: $(STAMPS)/package ## set up, then one mixture-of-experts layer on eight ranks, verified (DEMO="--tokens 512" for options)
 	@$(BIN)/expertwire demo $(DEMO)
+	@echo "The command is $(BIN)/expertwire; after \`source $(BIN)/activate\` it is expertwire. What is here: expertwire doctor"
 
 test: lint check-stubs pytest ## set up, then everything that must hold: linters, types, stubs, all tests (under 10 minutes on two cores)
 

@@ -10,6 +10,7 @@ import pytest
 
 from expertwire.cli.main import main
 from expertwire.fabric import discover
+from expertwire.fabric.config import VARIABLES
 
 
 def doctor(tmp_path: Path, *options: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -48,7 +49,7 @@ def test_libraries_and_ordering_are_told(tmp_path: Path) -> None:
     assert rows["provider chosen"]["found"] != "local"
     tcp = [row for name, row in rows.items() if name.startswith("provider tcp;ofi_rxm")]
     assert tcp
-    assert all("delivery-gated" in row["found"] for row in tcp)
+    assert all("a signal waits until its data has been delivered; reports delivery" in row["found"] for row in tcp)
     assert all("untested" not in row["advice"] and "Source: tests/fabric/test_order.py" in row["advice"] for row in tcp)
     assert not any("untested" in row["advice"] for row in rows.values() if "misbehave" in row["advice"])
     assert any("127.0.0.1" in name for name in rows if name.startswith("provider tcp;ofi_rxm"))
@@ -78,3 +79,20 @@ def test_mistakes_in_the_environment_fail_and_misspellings_are_listed(tmp_path: 
     status, rows = doctor(tmp_path)
     assert status == 1
     assert "EXPERTWIRE_TIMEOUT_MS='never'" in rows["settings"]["found"]
+
+
+def test_the_settings_are_listed_with_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTWIRE_TIMEOUT_MS", "7000")
+    status, rows = doctor(tmp_path, "--settings")
+    assert status == 0
+    assert set(rows) == {"settings", *VARIABLES}
+    assert (rows["EXPERTWIRE_TIMEOUT_MS"]["found"], rows["EXPERTWIRE_TIMEOUT_MS"]["value"]) == ("7000", 1)
+    assert rows["EXPERTWIRE_PROVIDER"]["found"] == "default"
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_little_pinned_memory_matters_only_where_a_device_pins(pins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (8 << 20, 8 << 20))
+    monkeypatch.setattr(discover, "fabric_devices", lambda: [discover.Device("mlx5_0", "verbs", 0)] if pins else [])
+    row = doctor(tmp_path)[1]["memlock"]
+    assert (row["status"], "ulimit" in row["advice"]) == (("skipped", True) if pins else ("ok", False))

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from expertwire.fabric.config import Settings
 
 EXPECTED = ("cxi", "efa", "verbs")  # looked for by name, so that their absence is told
+# The ordering classes of ARCHITECTURE.md, in plain words.
+ORDERINGS = {
+    "ordered": "a signal follows its data at once, the network keeps them in order",
+    "delivery_gated": "a signal waits until its data has been delivered",
+    "counted_immediates": "the receiver counts what has arrived",
+}
 MEMLOCK_WANTED = 64 << 20
 FILES_WANTED = 1024
 
@@ -27,12 +33,17 @@ FILES_WANTED = 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `expertwire doctor`."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    parser.add_argument(
+        "--settings", action="store_true", help="list every environment variable, its value and what it does, and nothing else"
+    )
     parser.add_argument("--all", action="store_true", help="list every domain of every provider, not one line for each provider")
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, print, write; returns the exit status: FAILED only where nothing can run."""
     report = Report("doctor", {"options": options(args)})
+    if args.settings:
+        return _list_settings(report, args.json)
     settings = _settings(report)
     if settings is not None and _core(report):
         _library(report, settings)
@@ -60,11 +71,26 @@ def _settings(report: Report) -> Settings | None:
         _note(report, "settings", 0, str(error), "correct or unset the variable", bad=RowStatus.FAILED)
         return None
     given = [f"{name}={value}" for name, value in settings.given().items()]
-    _note(report, "settings", len(given), " ".join(given) or "all at their defaults", unit="variables")
+    found = " ".join(given) or "all at their defaults"
+    _note(report, "settings", len(given), found, f"{len(VARIABLES)} variables: `expertwire doctor --settings` lists them", unit="variables")
     if settings.unknown:
         advice = f"nothing reads them; known are {', '.join(sorted(VARIABLES))}"
         _note(report, "settings_unknown", len(settings.unknown), " ".join(settings.unknown), advice, "variables", RowStatus.SKIPPED)
     return settings
+
+
+def _list_settings(report: Report, path: Path | None) -> int:
+    """One row for each variable that is read: given or by default, and what it does."""
+    from expertwire.fabric.config import VARIABLES
+
+    settings = _settings(report)
+    if settings is not None:
+        given = settings.given()
+        for name, note in VARIABLES.items():
+            _note(report, name, int(name in given), given.get(name, "default"), note)
+    report.write(path)
+    _show(report)
+    return report.exit_status() if settings is None else Exit.OK
 
 
 def _core(report: Report) -> bool:
@@ -130,9 +156,9 @@ def _providers(report: Report, settings: Settings, every: bool) -> None:
 
 
 def _traits(row: dict[str, Any]) -> str:
-    signals = "atomics" if row["remote_atomics"] else "signals as messages"
-    delivery = "delivery-complete" if row["delivery_complete"] else "no delivery-complete"
-    return f"{row['ordering'].replace('_', '-')}, {delivery}, {signals}, {row['transmit_queue']} operations an endpoint"
+    signals = "signals are atomic adds" if row["remote_atomics"] else "signals are messages"
+    delivery = "reports delivery" if row["delivery_complete"] else "reports only what has left here"
+    return f"{ORDERINGS.get(row['ordering'], row['ordering'])}; {delivery}; {signals}; queue of {row['transmit_queue']} operations"
 
 
 def _interface(report: Report, settings: Settings) -> None:
@@ -190,13 +216,23 @@ def _limits(report: Report) -> None:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = soft == resource.RLIM_INFINITY
     enough = unlimited or soft >= MEMLOCK_WANTED
-    advice = "" if enough else "RDMA devices pin memory: raise it (ulimit -l unlimited); tcp does not care"
+    pins = pinning_device()
+    advice = "" if enough else "RDMA devices pin memory: raise it (ulimit -l unlimited)"
+    if not enough and not pins:
+        advice = "enough: tcp and local pin no memory (an RDMA device would need more)"
     found = "unlimited" if unlimited else "soft limit"
-    _note(report, "memlock", None if unlimited else soft, found, advice, "bytes", None if enough else RowStatus.SKIPPED)
+    _note(report, "memlock", None if unlimited else soft, found, advice, "bytes", None if enough or not pins else RowStatus.SKIPPED)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     enough = files >= FILES_WANTED
     advice = "" if enough else "a rank keeps some descriptors for each peer: raise it (ulimit -n 65536)"
     _note(report, "open_files", files, "soft limit", advice, "files", None if enough else RowStatus.SKIPPED)
+
+
+def pinning_device() -> bool:
+    """Whether a device is here that registers memory by pinning it."""
+    from expertwire.fabric import discover
+
+    return bool(discover.fabric_devices())
 
 
 def _ranges(cores: list[int]) -> str:
