@@ -15,6 +15,7 @@ from expertwire.cli.bench.ep import Setup, make_inputs
 from expertwire.cli.bench.paired import check_combine, check_dispatch, expect, expert_rows, ordered_sum, variant
 from expertwire.cli.launch import Rank
 from expertwire.cli.soak import worker as soaking
+from expertwire.ep import Buffer
 from expertwire.errors import InvalidArgumentError, PeerError
 
 
@@ -81,7 +82,9 @@ def readme_example(rank: Rank, code: str) -> bool:
     assert callable(exchange)
     x = torch.full((6, 16), float(rank.rank + 1), dtype=torch.bfloat16)
     ids = torch.tensor([[0, 1], [0, 3], [5, 5], [-1, -1], [2, 4], [1, -1]])
-    combined = exchange(x, ids, torch.rand(6, 2), 6)
+    buffer = Buffer(dist.group.WORLD)
+    combined = exchange(buffer, x, ids, torch.rand(6, 2), 6)
+    buffer.destroy()
     copies = torch.tensor([1.0, 2.0, 1.0, 0.0, 2.0, 1.0])[:, None]
     return torch.equal(combined.float(), x.float() * copies)
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from cli import targets
 from expertwire.cli.launch import launch
 from expertwire.cli.report import Exit
+from expertwire.fabric.config import DEFAULT_TIMEOUT_MS, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 150
@@ -169,6 +171,37 @@ def test_the_readme_example_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 1
     assert launch(targets.readme_example, (blocks[0],), 3, timeout_s=60) == [True, True, True]
+
+
+def test_the_readme_prints_what_it_says(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "exchange.py").write_text(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0])
+    found = re.search(r"\$ torchrun (.*)\n(.*)\n```", readme)
+    assert found is not None
+    command = [sys.executable, "-m", "torch.distributed.run", *found[1].split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment(), cwd=tmp_path)
+    assert done.stdout.strip() == found[2], done.stderr
+
+
+def test_every_setting_is_documented() -> None:
+    table = re.findall(r"^\| `([A-Z_]+)` \| (.*?) \| (.*) \|$", (ROOT / "docs" / "use.md").read_text(), re.MULTILINE)
+    assert {name: note for name, _, note in table} == VARIABLES
+    readme = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"EXPERTWIRE_[A-Z_]+", readme)) <= set(VARIABLES)
+    assert f"{DEFAULT_TIMEOUT_MS:,} ms by default" in readme
+    assert f"| {DEFAULT_TIMEOUT_MS} |" in (ROOT / "docs" / "use.md").read_text()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_the_makefile_works_where_the_path_has_spaces(tmp_path: Path) -> None:
+    place = tmp_path / "sp ace"
+    place.mkdir()
+    for name in ("Makefile", "csrc", "src", "tools", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        (place / name).symlink_to(ROOT / name)
+    for target in ("demo", "test"):
+        done = subprocess.run(["make", "-n", target], capture_output=True, text=True, timeout=60, check=False, cwd=place)
+        assert done.returncode == 0, done.stderr
+        assert str(place) not in done.stdout, "recipes run where they are: whatever is in that path is not theirs to quote"
 
 
 def test_the_readme_names_only_commands_that_exist() -> None:

@@ -28,7 +28,8 @@ exit status: 0 everything asked for was done and verified; 1 a check or a rank f
 line cannot be meant; 3 something asked for by name could not be run here; 130 interrupted (Ctrl-C), 143 terminated.
 
 Every command takes --json FILE: {command, version, commit, host, config, rows: [{name, value, unit, status, …}]}. What tells rows apart
-(engine, phase, bytes and so on) stands in the row beside those four. With --json - the file is stdout, and the tables go to stderr."""
+(engine, phase, bytes and so on) stands in the row beside those four; docs/use.md of the sources says what each figure is. With --json - the
+file is stdout, and the tables go to stderr."""
 
 # What argparse says, and how everything here says it: the option, its value, what it may be.
 _WORDINGS = (
