@@ -108,6 +108,7 @@ nb::dict to_dict(const EngineSimulationResult& result) {
     out["landings"] = result.landings;
     out["controls"] = result.controls;
     out["posts"] = result.posts;
+    out["longest_wait"] = result.longest_wait;
     out["swarm"] = nb::cast(result.swarm);
     out["trace"] = nb::cast(result.trace);
     out["scopes"] = nb::make_tuple(result.scopes[0], result.scopes[1], result.scopes[2]);
@@ -118,8 +119,10 @@ nb::dict to_dict(const EngineSimulationResult& result) {
 }
 
 nb::list run_engine(const std::vector<std::uint64_t>& seeds, std::uint32_t ranks, std::uint32_t requests_per_rank,
-                    bool check_engine, nb::object faults, bool stop_at_failure, std::uint32_t trace_lines) {
+                    bool check_engine, nb::object faults, bool stop_at_failure, std::uint32_t trace_lines,
+                    bool squeeze) {
     EngineSimulationOptions options;
+    options.squeeze = squeeze;
     options.trace_lines = trace_lines;
     options.ranks = ranks;
     options.requests_per_rank = requests_per_rank;
@@ -340,10 +343,10 @@ void bind_probe(nb::module_& module) {
 
 void bind_engine_simulation(nb::module_& module) {
     module.def("run_engine", &run_engine, "seeds"_a, "ranks"_a = 0, "requests_per_rank"_a = 0, "check_engine"_a = true,
-               "faults"_a.none() = nb::none(), "stop_at_failure"_a = false, "trace_lines"_a = 0,
+               "faults"_a.none() = nb::none(), "stop_at_failure"_a = false, "trace_lines"_a = 0, "squeeze"_a = false,
                "Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty "
                "where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. "
-               "`trace`: the last `trace_lines` events in words.");
+               "`trace`: the last `trace_lines` events in words. `squeeze`: back-pressure from everywhere at once.");
     module.def(
         "run_engine_nth", &run_engine_nth, "seed"_a, "how"_a, "ranks"_a = 2, "requests_per_rank"_a = 6,
         "The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 2, … until "

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "engine/pump.hpp"
+#include "exchange/words.hpp"
 
 namespace expertwire::simulation {
 
@@ -115,10 +116,32 @@ World::World(std::uint64_t seed, Coverage& coverage, const Options& options)
     model.transmit_queue = static_cast<std::uint32_t>(random_.between(2, 64));
     if (random_.chance(0.3)) model.rendezvous_bytes = random_.below(512);
     coverage_["rendezvous"] += model.rendezvous_bytes < 512;
+    draw_first_epoch();
     setup.faults = choose_faults();
     setup.outstanding = static_cast<std::uint32_t>(random_.between(4, 64));
     setup.lanes = static_cast<std::uint32_t>(random_.between(1, kLanesMax));
     build(setup);
+}
+
+// Epochs lie above 28 bits of a word: they cross 2^31 and 2^32 in some runs, and end in others.
+void World::draw_first_epoch() {
+    const std::uint64_t back = random_.between(1, script_.calls.size());
+    const std::uint64_t which = random_.below(6);
+    if (which == 0) first_epoch_ = (std::uint64_t{1} << 31) - back;
+    if (which == 1) first_epoch_ = (std::uint64_t{1} << 32) - back;
+    if (which == 2) first_epoch_ = exchange::kEpochMax - back;
+    coverage_["epochs_across_2_31"] += which == 0;
+    coverage_["epochs_across_2_32"] += which == 1;
+}
+
+// Every rank is refused at the same call, by a sentence that says what to do.
+bool World::epochs_used_up(std::uint32_t rank, const std::string& wrong) {
+    Member& member = members_[rank];
+    if (first_epoch_ + member.call < exchange::kEpochMax || wrong.find("make a new Buffer") == std::string::npos)
+        return false;
+    member.call = script_.calls.size();
+    ++coverage_["epochs_used_up"];
+    return true;
 }
 
 // Swarm: each kind is on or off, and strikes often or seldom, as the seed says.
@@ -189,6 +212,7 @@ void World::build_member(std::uint32_t rank, const Setup& setup) {
     }
     EngineLimits limits;
     limits.hard_timeout_ns = kHardTimeoutNs;
+    if (random_.chance(0.3)) limits.first_generation = ~std::uint32_t{0} - static_cast<std::uint32_t>(random_.below(4));
     limits.peers_max = nodes_.ranks();
     limits.queue_pairs_max = std::max(setup.lanes, kLanesMax) * nodes_.ranks();
     limits.queue_pairs_per_peer_max = std::max(setup.lanes, kLanesMax);
@@ -199,6 +223,7 @@ void World::build_member(std::uint32_t rank, const Setup& setup) {
     member.engine = std::make_unique<Engine>(limits, policy_of(setup));
     member.port = make_port(rank, *member.engine, setup);
     member.exchange = std::make_unique<exchange::Exchange>(shape, *member.port, script_.data_bytes);
+    member.exchange->start_after(first_epoch_);
     member.handles.resize(script_.calls.size());
 }
 
@@ -262,7 +287,10 @@ void World::begin(std::uint32_t rank) {
         member.dispatch = nullptr;
         member.operation = member.exchange->combine(request, wrong);
     }
-    if (!member.operation) fail(rank, "refused its arguments: " + wrong);
+    if (!member.operation) {
+        if (!epochs_used_up(rank, wrong)) fail(rank, "refused its arguments: " + wrong);
+        return;
+    }
     for (const Member& other : members_) coverage_["began_while_others_were_behind"] += other.call < member.call;
 }
 

@@ -117,6 +117,8 @@ class World {
     std::uint64_t bytes_on_wire(std::uint32_t source, const PostCommand& command) const;
     bool step(std::uint32_t rank, std::uint64_t budget);
     void begin(std::uint32_t rank);
+    void draw_first_epoch();
+    bool epochs_used_up(std::uint32_t rank, const std::string& wrong);
     void finish(std::uint32_t rank, exchange::Step outcome);
     bool turn(std::uint32_t rank);
     bool sweep();
@@ -151,6 +153,7 @@ class World {
     std::uint64_t hash_ = 0;
     std::uint64_t steps_ = 0;
     std::uint64_t calls_ended_ = 0;
+    std::uint64_t first_epoch_ = 0;        // what came before this run
     std::uint64_t row_bytes_on_wire_ = 0;  // timed: 0: as what they are
     std::uint64_t chunks_ = 0;             // timed
 };

@@ -8,8 +8,8 @@ namespace expertwire {
 Engine::Engine(const EngineLimits& limits, const GatePolicy& policy)
     : limits_(limits),
       policy_(policy),
-      slots_(2 * limits.outstanding_max),
-      request_slots_(limits.requests_max),
+      slots_(2 * limits.outstanding_max, limits.first_generation),
+      request_slots_(limits.requests_max, limits.first_generation),
       slot_info_(2 * std::size_t{limits.outstanding_max}),
       requests_(limits.requests_max),
       records_(std::make_unique<std::atomic<std::uint64_t>[]>(limits.requests_max)),

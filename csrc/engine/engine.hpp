@@ -34,8 +34,9 @@ struct EngineLimits {
     std::uint32_t queued_max = 4096;           // operations that may be accepted beyond those in flight
     TimeNs hard_timeout_ns = 200'000'000'000;  // SPEC T14
     std::uint32_t queue_pairs_per_peer_max = 8;
-    std::uint32_t regions_max = 4096;  // RegionId.value is below it
-    std::uint32_t held_max = 2048;     // control operations whose gate is closed at one time
+    std::uint32_t regions_max = 4096;    // RegionId.value is below it
+    std::uint32_t held_max = 2048;       // control operations whose gate is closed at one time
+    std::uint32_t first_generation = 1;  // of every slot; not 0: tests begin near the wrap
 };
 
 // kind is write or read.

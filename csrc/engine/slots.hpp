@@ -11,7 +11,8 @@ namespace expertwire {
 
 class SlotTable {
   public:
-    explicit SlotTable(std::uint32_t size) : generations_(size, 1), used_(size, 0), free_(size) {
+    explicit SlotTable(std::uint32_t size, std::uint32_t first_generation = 1)
+        : generations_(size, first_generation), used_(size, 0), free_(size) {
         for (std::uint32_t i = 0; i < size; ++i) free_[i] = size - 1 - i;  // slot 0 goes out first
     }
 

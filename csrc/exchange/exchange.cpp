@@ -114,7 +114,8 @@ std::string Exchange::handle_error(const std::shared_ptr<const Handle>& handle) 
 }
 
 std::unique_ptr<Dispatch> Exchange::dispatch(const DispatchRequest& request, std::string& error) {
-    error = extent_error(request.offer_offset, request.offer_capacity);
+    error = epoch_error();
+    if (error.empty()) error = extent_error(request.offer_offset, request.offer_capacity);
     if (error.empty()) error = handle_error(request.handle);
     if (!error.empty()) return nullptr;
     if (request.row_bytes == 0) error = "x has rows of 0 bytes, must be at least 1";
@@ -189,8 +190,16 @@ std::shared_ptr<Handle> Exchange::make_handle(const DispatchRequest& request, st
     return handle;
 }
 
+// A word holds its epoch in 36 bits: what came next would look like the first calls' words.
+std::string Exchange::epoch_error() const {
+    if (epoch_ < kEpochMax) return {};
+    return "this Buffer has made " + std::to_string(epoch_) +
+           " calls, the most that its words can tell apart: make a new Buffer";
+}
+
 std::unique_ptr<Combine> Exchange::combine(const CombineRequest& request, std::string& error) {
-    error = extent_error(request.offer_offset, request.offer_capacity);
+    error = epoch_error();
+    if (error.empty()) error = extent_error(request.offer_offset, request.offer_capacity);
     if (error.empty() && !request.handle) error = "the handle is missing";
     if (error.empty()) error = handle_error(request.handle);
     if (!error.empty()) return nullptr;

@@ -171,8 +171,12 @@ class Exchange {
     Exchange(const Exchange&) = delete;
     Exchange& operator=(const Exchange&) = delete;
 
-    // Null and `error` filled: an argument cannot be used; nothing was started. Else the caller steps the operation to
-    // its end before it starts another.
+    // The next operation's epoch is `epoch` + 1. Before the first one, the same on every rank: tests begin near a
+    // limit.
+    void start_after(std::uint64_t epoch) { epoch_ = epoch; }
+
+    // Null and `error` filled: an argument cannot be used, or the epochs are used up; nothing was started. Else the
+    // caller steps the operation to its end before it starts another.
     std::unique_ptr<Dispatch> dispatch(const DispatchRequest& request, std::string& error);
     std::unique_ptr<Combine> combine(const CombineRequest& request, std::string& error);
 
@@ -195,6 +199,7 @@ class Exchange {
     friend class Operation;
 
     std::uint64_t& known(std::uint32_t rank, RemoteWord word, std::uint32_t slot);
+    std::string epoch_error() const;
     std::string extent_error(std::uint64_t offset, std::uint64_t capacity) const;
     std::string handle_error(const std::shared_ptr<const Handle>& handle) const;
     std::shared_ptr<Handle> make_handle(const DispatchRequest& request, std::string& error) const;

@@ -5,6 +5,12 @@
 
 namespace expertwire {
 
+namespace {
+
+constexpr TimeNs completion_retry_ns = 200;
+
+}  // namespace
+
 std::uint64_t mix64(std::uint64_t value) {
     value ^= value >> 30;
     value *= 0xbf58476d1ce4e5b9ull;
@@ -111,6 +117,13 @@ void SimulatedNetwork::apply(const Event& event) {
     if (!flight.used || flight.number != event.flight_number) return;  // ended by close() or remove_peer()
     if (frozen_[flight.source] || frozen_[flight.target]) {
         held_.push_back(event);
+        return;
+    }
+    const bool completes = event.kind == EventKind::complete || event.kind == EventKind::complete_local;
+    if (completes && provider(flight.source).completions_.size() >= model_.completion_queue) {
+        Event later = event;  // the queue is full until the rank polls
+        later.at = now_ + completion_retry_ns;
+        queue_.push(later);
         return;
     }
     --flight.events;

@@ -43,6 +43,7 @@ struct NetworkModel {
     double bytes_per_ns = 25.0;          // of one rank's link, per direction (25 = 200 Gb/s)
     TimeNs operation_ns = 100;           // the link is busy for at least this per operation
     std::uint32_t transmit_queue = 128;  // operations one rank may have in flight before post() says AGAIN
+    std::uint32_t completion_queue = ~std::uint32_t{0};  // completions that wait for a rank's poll; more wait behind it
     OrderingClass ordering = OrderingClass::delivery_gated;  // `ordered`: deliveries keep order per (endpoint, target)
     // Writes of at least so many bytes are pulled by the target: a request to send goes first, the bytes follow when
     // the target has asked for them. What is smaller, and every signal, overtakes them (SPEC T5). 0: all of them.

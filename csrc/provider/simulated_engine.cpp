@@ -76,6 +76,25 @@ void draw_swarm(Plan& plan, Random& random) {
     }
 }
 
+// Back-pressure from everywhere at once, and nothing that may fail: every request has to succeed, in its turn.
+void squeeze(Plan& plan, const EngineSimulationOptions& options, Random& random) {
+    plan.ranks = options.ranks > 0 ? options.ranks : 12;
+    plan.lanes = 3;
+    plan.limits.peers_max = plan.ranks;
+    plan.limits.queue_pairs_max = plan.ranks * plan.lanes;
+    plan.limits.queue_pairs_per_peer_max = plan.lanes;
+    plan.limits.outstanding_max = 4;
+    plan.limits.hard_timeout_ns = 4'000'000'000;
+    plan.model.transmit_queue = static_cast<std::uint32_t>(random.between(1, 2));
+    plan.model.completion_queue = 1;
+    NetworkFaults only;
+    only.again = 0.2;
+    only.late_completion = plan.faults.late_completion;
+    plan.faults = only;
+    plan.freezes = plan.kills = plan.endpoint_errors = plan.closes_regions = plan.wrong_ranges = plan.cancels = false;
+    plan.swarm.clear();
+}
+
 Plan make_plan(const EngineSimulationOptions& options, Random& random) {
     Plan plan;
     const auto coin = [&] { return random.chance(0.5); };
@@ -102,6 +121,9 @@ Plan make_plan(const EngineSimulationOptions& options, Random& random) {
     plan.model.ordering = plan.policy.ordering;
     plan.model.transmit_queue = coin() ? 128 : static_cast<std::uint32_t>(random.between(2, 12));
     draw_swarm(plan, random);
+    if (random.chance(0.3))
+        plan.limits.first_generation = ~std::uint32_t{0} - static_cast<std::uint32_t>(random.below(4));
+    if (options.squeeze) squeeze(plan, options, random);
     if (options.own_faults) {
         plan.faults = options.faults;
         plan.freezes = plan.kills = plan.endpoint_errors = plan.closes_regions = plan.wrong_ranges = false;
@@ -164,6 +186,11 @@ class EngineSimulation {
         std::uint32_t next_endpoint = 16;
         bool frozen = false;
         QuietWatch quiet;
+        struct Watch {
+            std::uint64_t posted = 0;  // of the lane
+            std::uint64_t at = 0;      // of the rank, when that was so
+        };
+        std::vector<Watch> watches;  // [peer][lane]
     };
 
     const std::string& failure() const { return oracle_.failure(); }
@@ -176,6 +203,7 @@ class EngineSimulation {
     void serve(std::uint32_t rank, bool submitting);
     void look_at_jobs(std::uint32_t rank);
     void look_at_quiet(std::uint32_t rank);
+    void look_for_starvation(std::uint32_t rank);
     void submit_one(std::uint32_t rank);
     void draw_job(EngineOracle::Job& job, std::uint32_t peer);
     Engine::Submitted submit_job(std::uint32_t rank, std::uint32_t place);
@@ -239,6 +267,7 @@ void EngineSimulation::serve(std::uint32_t rank, bool submitting) {
     member.arrivals.clear();
     look_at_jobs(rank);
     look_at_quiet(rank);
+    if (options_.squeeze) look_for_starvation(rank);
     repair(rank);
     if (!options_.check_engine) return;
     const std::string broken = engine(rank).check_invariants();
@@ -288,6 +317,22 @@ void EngineSimulation::look_at_quiet(std::uint32_t rank) {
     quiet = {true, false, engine(rank).quiet_mark(), {}};
     for (std::uint32_t place = 0; place < EngineOracle::jobs_per_rank; ++place) {
         if (oracle_.job(rank, place).active) quiet.open.push_back(place);
+    }
+}
+
+// No lane that could post lets more than a few rounds of the others' posts pass.
+void EngineSimulation::look_for_starvation(std::uint32_t rank) {
+    Member& member = members_[rank];
+    member.watches.resize(std::size_t{plan_.ranks} * plan_.lanes);
+    const std::uint64_t posted = engine(rank).statistics().operations_posted;
+    for (std::size_t i = 0; i < member.watches.size(); ++i) {
+        const QueuePairView view = engine(rank).view(member.lanes[i / plan_.lanes][i % plan_.lanes]);
+        Member::Watch& watch = member.watches[i];
+        const bool waits = view.accepted > view.posted && view.in_flight == 0;
+        if (!waits || view.posted != watch.posted) watch = {view.posted, posted};
+        result_.longest_wait = std::max(result_.longest_wait, posted - watch.at);
+        if (posted - watch.at > 4 * member.watches.size())
+            oracle_.fail("a lane starves", rank, static_cast<std::uint32_t>(i));
     }
 }
 

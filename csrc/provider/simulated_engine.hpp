@@ -23,6 +23,7 @@ struct EngineSimulationOptions {
     bool check_engine = true;             // false: only the oracle judges (kept mutants)
     bool own_faults = false;              // use `faults`, not the seed's choice; nobody dies or falls silent then
     NetworkFaults faults;
+    bool squeeze = false;  // no fault but being pushed back: 4 slots for all lanes, both queues at their minimum
     std::uint32_t trace_lines = 0;  // the last so many events, in words
 };
 
@@ -56,6 +57,7 @@ struct EngineSimulationResult {
     std::uint32_t queue_pairs_per_peer = 0;
     bool ordered = false;  // class A
     std::uint64_t requests = 0, landings = 0, controls = 0, posts = 0;
+    std::uint64_t longest_wait = 0;  // squeeze: posts of a rank that a lane which could go on had to let pass
     std::vector<std::string> swarm;  // the kinds of faults that this seed has switched on
     std::vector<std::string> trace;
     std::array<std::uint64_t, 3> scopes{};

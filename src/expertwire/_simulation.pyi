@@ -5,9 +5,9 @@ Expertwire's deterministic simulation. Use expertwire.testing; this module's nam
 from collections.abc import Sequence
 
 
-def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False, trace_lines: int = 0) -> list:
+def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False, trace_lines: int = 0, squeeze: bool = False) -> list:
     """
-    Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. `trace`: the last `trace_lines` events in words.
+    Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. `trace`: the last `trace_lines` events in words. `squeeze`: back-pressure from everywhere at once.
     """
 
 def run_engine_nth(seed: int, how: str, ranks: int = 2, requests_per_rank: int = 6) -> dict:

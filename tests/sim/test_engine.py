@@ -123,7 +123,7 @@ def test_every_kind_of_fault_was_on_without_each_other(thousand: list[RunReport]
 
 def test_another_process_sees_the_same_trace(thousand: list[RunReport]) -> None:
     for report in thousand[3:5]:
-        command = [sys.executable, "-m", "expertwire.testing.sweep", "--replay", f"engine:{report.seed}"]
+        command = [sys.executable, "-m", "expertwire.testing.sweep", "--replay", f"engine:{report.seed}", "--trace", "100000"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert f"engine:{report.seed}: held; trace {report.trace_hash:#018x}" in done.stdout
         assert "the network heals" in done.stdout
@@ -135,6 +135,16 @@ def test_again_torture() -> None:
         assert report.passed, report.failure
         assert report.faults["again"] > 0
         assert "DRAINING->FAILED" not in report.transitions, "back-pressure is never fatal"
+
+
+def test_four_slots_for_more_lanes_and_the_shortest_queues() -> None:
+    """Nothing fails, order is kept (the engine counts a post out of turn as misuse), and no lane starves."""
+    for report in SimulatedCluster(squeeze=True).run_many(range(30)):
+        assert report.passed, report.failure
+        assert report.ranks == 12
+        assert report.faults["full_queue"] > 0
+        assert "DRAINING->FAILED" not in report.transitions
+        assert 0 < report.longest_wait <= 4 * 36, "the bound of the check"
 
 
 def test_options_are_checked() -> None:

@@ -44,6 +44,7 @@ class RunReport:
     landings: int
     controls: int
     posts: int  # operations that the network took, or failed
+    longest_wait: int  # squeeze: posts of a rank that a lane which could go on had to let pass
     swarm: tuple[str, ...]  # the kinds of faults that the seed had switched on
     trace: tuple[str, ...]  # the last events in words, where they were asked for
     scopes: tuple[int, int, int]  # controls of scope request, queue_pair, peer
@@ -129,6 +130,7 @@ class SimulatedCluster:
     requests_per_rank: int = 0
     faults: NetworkFaults | None = None
     check_engine: bool = True
+    squeeze: bool = False  # 4 slots for all lanes, both queues at their minimum, and no other fault
 
     def __post_init__(self) -> None:
         if not 0 <= self.ranks <= 64:
@@ -148,7 +150,7 @@ class SimulatedCluster:
                 raise InvalidArgumentError(f"seed {seed} is not a 64-bit number")
         options = None if self.faults is None else self.faults.as_options()
         rows: list[dict[str, Any]] = simulation().run_engine(
-            numbers, self.ranks, self.requests_per_rank, self.check_engine, options, stop_at_failure
+            numbers, self.ranks, self.requests_per_rank, self.check_engine, options, stop_at_failure, 0, self.squeeze
         )
         return [RunReport(**{**row, "swarm": tuple(row["swarm"]), "trace": tuple(row["trace"])}) for row in rows]
 
