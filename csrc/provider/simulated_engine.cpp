@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "engine/pump.hpp"
+#include "provider/simulated_plan.hpp"
 
 namespace expertwire {
 
@@ -17,127 +18,12 @@ const char* name_of(SimulationEvent event) {
 
 namespace {
 
-// Everything that a seed decides before the run begins.
-struct Plan {
-    std::uint32_t ranks = 2, lanes = 2, endpoints = 1, requests = 0;
-    EngineLimits limits;
-    GatePolicy policy;
-    NetworkModel model;
-    NetworkFaults faults;
-    bool closes_regions = false, wrong_ranges = false, freezes = false, kills = false, endpoint_errors = false,
-         cancels = false, local_levels = false;
-    double served = 1;               // how often a rank gets its turn
-    std::vector<std::string> swarm;  // what is switched on
-    bool errors_possible() const {
-        const bool nth_fails = faults.fail_at > 0 && faults.fail_how != NthFault::again;
-        return faults.failed_post > 0 || faults.failed_operation > 0 || faults.lost_completion > 0 || nth_fails ||
-               closes_regions || wrong_ranges || freezes || kills || endpoint_errors;
-    }
-};
-
-// Swarm testing: each seed switches every kind of fault on or off, and draws how often those that are on strike, in
-// steps of a factor of three. What is off matters as much: a fault that always strikes hides what needs a quiet run.
-void draw_swarm(Plan& plan, Random& random) {
-    const auto on = [&](const char* name, double share) {
-        const bool chosen = random.chance(share);
-        if (chosen) plan.swarm.emplace_back(name);
-        return chosen;
-    };
-    const auto weight = [&](const char* name, double share, double most) {
-        if (!on(name, share)) return 0.0;
-        static constexpr std::array<double, 4> steps{1, 1. / 3, 1. / 9, 1. / 27};
-        return most * steps[random.below(steps.size())];
-    };
-    NetworkFaults& faults = plan.faults;
-    faults.again = weight("again", 0.5, 0.3);  // more, and the hard deadline is what ends requests, rightly
-    faults.late_delivery = weight("late_delivery", 0.5, 0.6);
-    faults.late_completion = weight("late_completion", 0.5, 0.6);
-    faults.early_local = weight("early_local", 0.5, 0.9);
-    faults.failed_post = weight("failed_post", 0.15, 0.06);
-    faults.failed_operation = weight("failed_operation", 0.25, 0.1);
-    faults.lost_completion = weight("lost_completion", 0.12, 0.03);
-    faults.fail_at = on("failed_kth", 0.2) ? random.between(1, 60) : 0;
-    faults.duplicate = weight("duplicate", 0.5, 0.4);
-    faults.wrong_generation = weight("wrong_generation", 0.5, 0.4);
-    faults.null_context = weight("null_context", 0.5, 0.1);
-    plan.closes_regions = on("closes_regions", 0.2);
-    plan.wrong_ranges = on("wrong_ranges", 0.2);
-    plan.freezes = on("freezes", 0.25);
-    plan.kills = on("kills", 0.2) && plan.ranks > 2;
-    plan.endpoint_errors = on("endpoint_errors", 0.1);
-    plan.cancels = on("cancels", 0.5);
-    plan.local_levels = on("local_levels", 0.5);
-    // Not where order is trusted: a network that pulls its writes keeps none (SPEC T5).
-    const bool pulls = plan.policy.ordering != OrderingClass::ordered && on("rendezvous", 0.25);
-    if (pulls) plan.model.rendezvous_bytes = random.below(EngineOracle::chunk_bytes_max);
-    if (on("busy_ranks", 0.3)) {
-        plan.served = random.chance(0.5) ? 0.5 : 0.2;
-        plan.limits.hard_timeout_ns *= 5;
-    }
-}
-
-// Back-pressure from everywhere at once, and nothing that may fail: every request has to succeed, in its turn.
-void squeeze(Plan& plan, const EngineSimulationOptions& options, Random& random) {
-    plan.ranks = options.ranks > 0 ? options.ranks : 12;
-    plan.lanes = 3;
-    plan.limits.peers_max = plan.ranks;
-    plan.limits.queue_pairs_max = plan.ranks * plan.lanes;
-    plan.limits.queue_pairs_per_peer_max = plan.lanes;
-    plan.limits.outstanding_max = 4;
-    plan.limits.hard_timeout_ns = 4'000'000'000;
-    plan.model.transmit_queue = static_cast<std::uint32_t>(random.between(1, 2));
-    plan.model.completion_queue = 1;
-    NetworkFaults only;
-    only.again = 0.2;
-    only.late_completion = plan.faults.late_completion;
-    plan.faults = only;
-    plan.freezes = plan.kills = plan.endpoint_errors = plan.closes_regions = plan.wrong_ranges = plan.cancels = false;
-    plan.swarm.clear();
-}
-
-Plan make_plan(const EngineSimulationOptions& options, Random& random) {
-    Plan plan;
-    const auto coin = [&] { return random.chance(0.5); };
-    plan.ranks = random.chance(0.08) ? 12 : static_cast<std::uint32_t>(random.between(2, 6));
-    if (options.ranks > 0) plan.ranks = options.ranks;
-    plan.lanes = static_cast<std::uint32_t>(random.between(2, 3));
-    plan.endpoints = coin() ? 2 : 1;
-    plan.requests = static_cast<std::uint32_t>(plan.ranks > 6 ? random.between(4, 8) : random.between(10, 24));
-    if (options.requests_per_rank > 0) plan.requests = options.requests_per_rank;
-    static constexpr std::array<std::uint32_t, 5> caps{2, 4, 8, 16, 64};
-    plan.limits.peers_max = plan.ranks;
-    plan.limits.queue_pairs_max = plan.ranks * plan.lanes;
-    plan.limits.queue_pairs_per_peer_max = plan.lanes;
-    plan.limits.outstanding_max = caps[random.below(caps.size())];
-    plan.limits.requests_max = 12;
-    plan.limits.queued_max = static_cast<std::uint32_t>(random.between(8, 48));
-    plan.limits.held_max = static_cast<std::uint32_t>(random.between(3, 12));
-    plan.limits.regions_max = EngineOracle::regions;
-    plan.limits.hard_timeout_ns = 400'000;
-    if (random.chance(0.25)) {
-        plan.policy.ordering = OrderingClass::ordered;
-        if (coin()) plan.policy.ordered_bytes_max = EngineOracle::chunk_bytes_max / 2;
-    }
-    plan.model.ordering = plan.policy.ordering;
-    plan.model.transmit_queue = coin() ? 128 : static_cast<std::uint32_t>(random.between(2, 12));
-    draw_swarm(plan, random);
-    if (random.chance(0.3))
-        plan.limits.first_generation = ~std::uint32_t{0} - static_cast<std::uint32_t>(random.below(4));
-    if (options.squeeze) squeeze(plan, options, random);
-    if (options.own_faults) {
-        plan.faults = options.faults;
-        plan.freezes = plan.kills = plan.endpoint_errors = plan.closes_regions = plan.wrong_ranges = false;
-        plan.swarm.clear();
-    }
-    return plan;
-}
-
 class EngineSimulation {
   public:
     explicit EngineSimulation(const EngineSimulationOptions& options)
         : options_(options),
           random_(options.seed),
-          plan_(make_plan(options, random_)),
+          plan_(make_engine_plan(options, random_)),
           network_(plan_.ranks, plan_.model, plan_.faults, random_.next()),
           oracle_(network_, random_.next()) {
         network_.keep_trace(options.trace_lines);
@@ -223,7 +109,7 @@ class EngineSimulation {
 
     EngineSimulationOptions options_;
     Random random_;
-    Plan plan_;
+    EnginePlan plan_;
     SimulatedNetwork network_;
     EngineOracle oracle_;
     std::vector<Member> members_;
