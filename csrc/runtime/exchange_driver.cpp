@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <utility>
 
 #include "runtime/clock.hpp"
 
@@ -193,6 +194,7 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
     broken_ = std::string("an earlier ") + kind_name(operation) + " (call " + std::to_string(operation.epoch()) +
               ") did not end; destroy this Buffer and make a new one";
     refusal_ = {};
+    left_since_ns_ = 0;
     publish(operation);
     Helping helping(context_);
     while (true) {
@@ -233,7 +235,43 @@ void ExchangeDriver::look_around(const exchange::Operation& operation, TimeNs de
     if (refusal_.status != Status::ok) {
         fail_put(operation, refusal_.rank, refusal_.status, "nothing can be sent to it", interrupted);
     }
-    if (now_ns() >= deadline_ns) fail_deadline(operation, timeout_ns);
+    const TimeNs now = now_ns();
+    if (now >= leavers_look_ns_) {
+        leavers_look_ns_ = now + kSliceNs;
+        look_for_leavers(operation, now);
+    }
+    if (now >= deadline_ns) fail_deadline(operation, timeout_ns);
+}
+
+// A rank that closed its Buffer before it had done its part of this call never will. Leaving is no death, so liveness
+// says nothing; the grace is for the word of who died, where that is why it left, and for its last phase.
+void ExchangeDriver::look_for_leavers(const exchange::Operation& operation, TimeNs now) {
+    std::optional<std::uint32_t> first;  // the least far of them: the others may have left because of it
+    std::pair<std::uint64_t, std::uint64_t> least;
+    for (std::uint32_t rank = 0; rank < shape_.nodes.ranks(); ++rank) {
+        if (rank == shape_.rank) continue;
+        const PeerPulse pulse = context_.pulse(rank);
+        const bool did_its_part = pulse.call_sequence > operation.epoch() ||
+                                  (pulse.call_sequence == operation.epoch() &&
+                                   static_cast<exchange::Phase>(pulse.phase & 0xFF) == exchange::Phase::done);
+        if (!pulse.leaving || did_its_part) continue;
+        const std::pair<std::uint64_t, std::uint64_t> far{pulse.call_sequence, pulse.phase};
+        if (!first || far < least) {
+            first = rank;
+            least = far;
+        }
+    }
+    if (!first) {
+        left_since_ns_ = 0;
+    } else if (left_since_ns_ == 0) {
+        left_since_ns_ = now;
+    } else if (now - left_since_ns_ >= kBlameNs ||
+               (now - left_since_ns_ >= kGraceNs && !context_.undecided(*first, left_since_ns_))) {
+        throw Failure(FailureKind::peer,
+                      where(operation) + "rank " + std::to_string(*first) +
+                          " has closed its Buffer and will not take part in this call" + table(operation),
+                      static_cast<std::int32_t>(*first));
+    }
 }
 
 void ExchangeDriver::publish(const exchange::Operation& operation) {

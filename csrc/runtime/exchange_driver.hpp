@@ -51,6 +51,7 @@ class ExchangeDriver final : public exchange::Port {
     bool turn(exchange::Operation& operation, exchange::Step& step);
     void look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns,
                      const std::function<void()>& interrupted);
+    void look_for_leavers(const exchange::Operation& operation, TimeNs now);
     void publish(const exchange::Operation& operation);
     Ticket submitted(std::uint32_t rank, const Engine::Submitted& result);
     void conclude(const exchange::Operation& operation, const exchange::Failure& failure,
@@ -74,6 +75,8 @@ class ExchangeDriver final : public exchange::Port {
     std::uint64_t published_epoch_ = 0;  // what the peers were last told
     std::uint64_t published_phase_ = 0;
     Refusal refusal_;
+    TimeNs leavers_look_ns_ = 0;  // when to look for ranks that left, next
+    TimeNs left_since_ns_ = 0;    // since when one has been seen that this call still needs; 0: none
     std::string broken_;
 };
 

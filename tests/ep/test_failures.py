@@ -100,6 +100,23 @@ def test_a_rank_that_leaves_is_not_named_for_one_that_is_silent() -> None:
         own.close()
 
 
+@pytest.mark.parametrize("environment", [{}, HEARTBEAT], ids=["pidfd", "heartbeat"])
+@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 0, 1)], ids=str)
+def test_a_rank_that_closes_its_buffer_before_a_call_keeps_nobody(node_of: tuple[int, ...], environment: dict[str, str]) -> None:
+    own = World(3)
+    try:
+        own.start(3, work.leave_before_a_call, node_of, 1, environment)
+        for rank, (returned, what) in own.finish(40).items():
+            assert returned, what
+            if rank != 1:
+                assert what["error"][:2] == ("PeerError", 1), what["error"]
+                assert "has closed its Buffer" in what["error"][2]
+                assert what["seen_s"] < SEEN_S
+        assert own.exit_codes() == [0, 0, 0]
+    finally:
+        own.close()
+
+
 @pytest.mark.parametrize("node_of", [(0, 0, 1)], ids=str)
 def test_a_stopped_rank_is_missed_by_its_heartbeat(node_of: tuple[int, ...]) -> None:
     own = World(3)

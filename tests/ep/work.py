@@ -361,6 +361,18 @@ def leave_behind_a_stopped_rank(rank: Rank) -> dict[str, Any]:
     return missed(buffer, rank.rank, lambda: round_trip(buffer, rank.rank))
 
 
+def leave_before_a_call(rank: Rank, node_of: Sequence[int], leaver: int, environment: dict[str, str]) -> dict[str, Any]:
+    """One rank has an argument refused, gives up and closes its Buffer; the others are in that call already, or come to it later."""
+    os.environ.update(environment)
+    buffer = Buffer(rank.group, 4 << 20, node_of=node_of, provider="tcp")
+    round_trip(buffer, rank.rank)
+    if rank.rank == leaver:
+        refused = caught(lambda: buffer.dispatch(torch.zeros((4, 8)), num_tokens_per_rank=None))
+        buffer.destroy()
+        return {"error": refused}
+    return missed(buffer, rank.rank, lambda: round_trip(buffer, rank.rank))
+
+
 def deadline(rank: Rank, node_of: Sequence[int], absent: int) -> dict[str, Any]:
     """All but one rank dispatch; that one is elsewhere."""
     buffer = Buffer(rank.group, 4 << 20, node_of=node_of, timeout_ms=1500)
