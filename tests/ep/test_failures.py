@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from ep import work
+from ep import failing
 from harness import World
 
 HEARTBEAT = {"EXPERTWIRE_LIVENESS": "heartbeat"}
@@ -66,19 +66,19 @@ def check_all_name(doomed: World, victims: Sequence[int]) -> None:
 def test_a_killed_rank_is_named_by_all_others(
     doomed: World, node_of: tuple[int, ...], victims: tuple[int, ...], environment: dict[str, str], provider: str | None
 ) -> None:
-    doomed.start(4, work.die_in_dispatch, node_of, victims, environment, provider)
+    doomed.start(4, failing.die_in_dispatch, node_of, victims, environment, provider)
     check_all_name(doomed, victims)
 
 
 @pytest.mark.parametrize("environment", [{}, HEARTBEAT], ids=["pidfd", "heartbeat"])
 def test_a_rank_killed_in_combine_is_named_by_all_others(doomed: World, environment: dict[str, str]) -> None:
-    doomed.start(4, work.die_in_combine, (0, 0, 1, 1), (2,), environment)
+    doomed.start(4, failing.die_in_combine, (0, 0, 1, 1), (2,), environment)
     check_all_name(doomed, (2,))
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_in_the_bootstrap_keeps_nobody(doomed: World, victim: int) -> None:
-    doomed.start(4, work.die_in_bootstrap, (0, 0, 1, 1), victim)
+    doomed.start(4, failing.die_in_bootstrap, (0, 0, 1, 1), victim)
     answers = doomed.finish(60)
     assert answers.pop(victim) == (False, "ended with exit code -9")
     for rank, (returned, what) in answers.items():
@@ -90,7 +90,7 @@ def test_a_rank_killed_in_the_bootstrap_keeps_nobody(doomed: World, victim: int)
 def test_a_rank_that_leaves_is_not_named_for_one_that_is_silent() -> None:
     own = World(3)
     try:
-        own.start(3, work.leave_behind_a_stopped_rank)
+        own.start(3, failing.leave_behind_a_stopped_rank)
         returned, what = own.finish(40, without=[2])[0]
         assert returned, what
         assert what["error"][:2] == ("PeerError", 2), what["error"]
@@ -105,7 +105,7 @@ def test_a_rank_that_leaves_is_not_named_for_one_that_is_silent() -> None:
 def test_a_rank_that_closes_its_buffer_before_a_call_keeps_nobody(node_of: tuple[int, ...], environment: dict[str, str]) -> None:
     own = World(3)
     try:
-        own.start(3, work.leave_before_a_call, node_of, 1, environment)
+        own.start(3, failing.leave_before_a_call, node_of, 1, environment)
         for rank, (returned, what) in own.finish(40).items():
             assert returned, what
             if rank != 1:
@@ -121,7 +121,7 @@ def test_a_rank_that_closes_its_buffer_before_a_call_keeps_nobody(node_of: tuple
 def test_a_stopped_rank_is_missed_by_its_heartbeat(node_of: tuple[int, ...]) -> None:
     own = World(3)
     try:
-        own.start(3, work.stopped, node_of, 1)
+        own.start(3, failing.stopped, node_of, 1)
         answers = own.finish(30, without=[1])
         for returned, what in answers.values():
             assert returned, what
@@ -134,7 +134,7 @@ def test_a_stopped_rank_is_missed_by_its_heartbeat(node_of: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 0, 1)], ids=str)
 def test_a_deadline_says_who_is_missing(world: World, node_of: tuple[int, ...]) -> None:
-    results = world.run(3, work.deadline, node_of, 1)
+    results = world.run(3, failing.deadline, node_of, 1)
     for rank in (0, 2):
         kind, _, message = results[rank]["error"]
         assert kind == "DeadlineError"
@@ -146,17 +146,17 @@ def test_a_deadline_says_who_is_missing(world: World, node_of: tuple[int, ...]) 
         assert 1.4 < results[rank]["waited_s"] < 4
         assert results[rank]["later"][0] == "StateError"
         assert "DeadlineError" in results[rank]["later"][2]
-    assert max(world.run(3, work.end_of_deadline)) < DESTROYED_S
+    assert max(world.run(3, failing.end_of_deadline)) < DESTROYED_S
 
 
 @pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 1, 1)], ids=str)
 def test_another_call_is_named_and_survived(world: World, node_of: tuple[int, ...]) -> None:
-    for kind, _, message in world.run(3, work.other_call, node_of):
+    for kind, _, message in world.run(3, failing.other_call, node_of):
         assert kind == "MismatchError"
         assert "rank 1" in message
         assert "dispatch" in message
         assert "combine" in message
-    for kind, _, message in world.run(3, work.other_shape, node_of):
+    for kind, _, message in world.run(3, failing.other_shape, node_of):
         assert kind == "MismatchError"
         assert "rank 1" in message
         assert "64" in message
@@ -165,7 +165,7 @@ def test_another_call_is_named_and_survived(world: World, node_of: tuple[int, ..
 
 @pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 1, 1)], ids=str)
 def test_too_many_rows_are_refused_by_all(world: World, node_of: tuple[int, ...]) -> None:
-    for kind, _, message in world.run(3, work.too_much, node_of):
+    for kind, _, message in world.run(3, failing.too_much, node_of):
         assert kind == "CapacityError"
         assert "rank 0" in message
         assert "1200" in message, "rows"
@@ -174,9 +174,9 @@ def test_too_many_rows_are_refused_by_all(world: World, node_of: tuple[int, ...]
 
 @pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
 def test_ctrl_c_is_answered_and_fails_the_buffer(world: World, node_of: tuple[int, ...]) -> None:
-    out = world.run(2, work.interrupted, node_of)[0]
+    out = world.run(2, failing.interrupted, node_of)[0]
     assert out["answered_s"] < 0.5  # 100 ms, on a machine that is busy with other tests
     assert out["later"][0] == "StateError"
     assert "KeyboardInterrupt" in out["later"][2]
     assert out["destroy_s"] < DESTROYED_S
-    world.run(2, work.end_of_interrupted)
+    world.run(2, failing.end_of_interrupted)
