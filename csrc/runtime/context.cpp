@@ -325,9 +325,12 @@ bool Context::deregister_region(RegionId region, TimeNs until_ns) {
 void Context::fail_in_use(RegionId region, std::int64_t timeout_ms) const {
     const std::shared_lock lock(state_->tables);
     const ControlGuard guard(*state_);
-    throw Failure(FailureKind::state, "region '" + state_->region_at(region).name + "' is in use by " +
-                                          std::to_string(state_->engine->region_uses(region)) + " operations after " +
-                                          std::to_string(timeout_ms) + " ms; wait for its requests, or give more time");
+    const std::uint32_t uses = state_->engine->region_uses(region);
+    const std::string users =
+        uses > 0 ? std::to_string(uses) + " operations" : "peers that have not said that they are through with it";
+    throw Failure(FailureKind::state, "region '" + state_->region_at(region).name + "' is in use by " + users +
+                                          " after " + std::to_string(timeout_ms) +
+                                          " ms; wait for its requests, or give more time");
 }
 
 const RegionRecord& ContextState::region_at(RegionId region) const {

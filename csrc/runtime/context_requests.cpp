@@ -164,12 +164,13 @@ Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec>
 void Context::fail_full(std::uint32_t rank, std::int64_t timeout_ms) {
     const ControlGuard guard(*state_);
     const EngineStatistics statistics = state_->engine->statistics();
-    throw Failure(FailureKind::deadline,
-                  "the request to rank " + std::to_string(rank) + " was not taken within " +
-                      std::to_string(timeout_ms) + " ms: " + std::to_string(statistics.requests_live) + " of at most " +
-                      std::to_string(state_->options.requests_max) + " requests are alive, " +
-                      std::to_string(statistics.operations_queued) +
-                      " operations queue; nothing was taken, wait for some or release finished ones");
+    throw Failure(
+        FailureKind::deadline,
+        "the request to rank " + std::to_string(rank) + " was not taken within " + std::to_string(timeout_ms) +
+            " ms: " + std::to_string(statistics.requests_live) + " requests are alive and " +
+            std::to_string(statistics.operations_queued) + " operations queue; at most " +
+            std::to_string(state_->options.requests_max) +
+            " handles are kept, those of finished requests too: nothing was taken, wait for some or release them");
 }
 
 void Context::fail_submit(std::uint32_t rank, Status status) const {

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeError, MismatchError, StateError
-from expertwire.fabric import Chunk, Endpoint, Region, Signal
+from expertwire.errors import CapacityError, DeadlineError, InvalidArgumentError, InvalidTypeError, MismatchError, StateError
+from expertwire.fabric import Chunk, Endpoint, Region, Request, Signal
 from expertwire.fabric.config import Settings
 from fabric import bodies
 from fabric.ranks import LOCAL, SHM, TCP, Group, ranks
@@ -202,3 +202,25 @@ def test_a_removed_peer_may_be_added_again(settings: Settings) -> None:
 def test_no_room_is_an_error_with_both_numbers(lone: Endpoint) -> None:
     with pytest.raises(CapacityError, match=r"'vast' needs 140737488355328 bytes, and \d+ are available \("):
         lone.region("vast", 1 << 47)
+
+
+def test_a_table_full_of_finished_handles_says_so() -> None:
+    """Nothing runs and nothing queues: it is the caller's own handles that fill it."""
+    with Endpoint(0, 2, LOCAL, requests_max=16) as one, Endpoint(1, 2, LOCAL) as other:
+        source, _ = one.region("data", 64), other.region("data", 64)
+        one.add_peer(1, other.blob())
+        other.add_peer(0, one.blob())
+        one.start()
+        other.start()
+        handles: list[Request] = []
+
+        def keep_one_more() -> None:
+            handles.append(one.write(1, source, "data", timeout_ms=100))
+            handles[-1].wait()
+
+        for _ in range(12):  # a few of the sixteen may be the runtime's own, for its pulses
+            keep_one_more()
+        with pytest.raises(DeadlineError, match=r"at most 16 handles are kept, those of finished requests too"):
+            list(iter(keep_one_more, 0))
+        handles.pop().release()
+        one.write(1, source, "data").wait()
