@@ -12,5 +12,6 @@ namespace expertwire {
 NthFault nth_named(const std::string& name);  // throws ValueError for what is not one of nth_faults()
 void bind_engine_simulation(nanobind::module_& module);
 void bind_exchange_simulation(nanobind::module_& module);
+void bind_rails_simulation(nanobind::module_& module);
 
 }  // namespace expertwire

@@ -7,4 +7,5 @@ NB_MODULE(_simulation, module) {
     module.doc() = "Expertwire's deterministic simulation. Use expertwire.testing; this module's names may change.";
     expertwire::bind_engine_simulation(module);
     expertwire::bind_exchange_simulation(module);
+    expertwire::bind_rails_simulation(module);
 }

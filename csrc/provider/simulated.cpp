@@ -51,7 +51,7 @@ SimulatedNetwork::SimulatedNetwork(std::uint32_t ranks, const NetworkModel& mode
     : model_(model),
       faults_(faults),
       random_(seed),
-      link_free_(ranks),
+      link_free_(ranks * std::max<std::size_t>(model.rails.size(), 1)),
       ordered_arrival_(std::size_t{ranks} * ranks),
       in_flight_(ranks),
       again_left_(ranks),
@@ -256,15 +256,23 @@ Status SimulatedNetwork::check(std::uint32_t rank, std::uint32_t target, const P
     return Status::out_of_range;
 }
 
-TimeNs SimulatedNetwork::departure(std::uint32_t rank, std::uint64_t bytes) {
-    const auto wire = static_cast<TimeNs>(static_cast<double>(bytes) / model_.bytes_per_ns);
-    link_free_[rank] = std::max(link_free_[rank], now_) + std::max(model_.operation_ns, wire);
-    return link_free_[rank];
+TimeNs SimulatedNetwork::departure(std::uint32_t rank, std::uint64_t bytes, EndpointId endpoint) {
+    const std::size_t rails = std::max<std::size_t>(model_.rails.size(), 1);
+    const std::size_t rail = endpoint.value % rails;
+    const double rate = model_.rails.empty() ? model_.bytes_per_ns : model_.rails[rail].bytes_per_ns;
+    const auto wire = static_cast<TimeNs>(static_cast<double>(bytes) / rate);
+    TimeNs& busy_until = link_free_[rank * rails + rail];
+    busy_until = std::max(busy_until, now_) + std::max(model_.operation_ns, wire);
+    return busy_until;
+}
+
+TimeNs SimulatedNetwork::latency(EndpointId endpoint) const {
+    return model_.rails.empty() ? model_.latency_ns : model_.rails[endpoint.value % model_.rails.size()].latency_ns;
 }
 
 TimeNs SimulatedNetwork::arrival(std::uint32_t rank, std::uint32_t target, const PostCommand& command,
                                  TimeNs departed) {
-    TimeNs at = departed + model_.latency_ns;
+    TimeNs at = departed + latency(command.endpoint);
     if (random_.chance(faults_.late_delivery)) {
         note(NetworkFault::late_delivery);
         at += random_.between(1, faults_.late_delivery_max_ns);
@@ -310,7 +318,7 @@ void SimulatedNetwork::depart(std::uint32_t index, bool late) {
     const bool small = command.kind == OpKind::read || command.kind == OpKind::signal;
     const std::uint64_t bytes = small ? 8 : wire_bytes ? wire_bytes(flight.source, command) : command.bytes;
     bytes_on_links_ += bytes;
-    const TimeNs departed = departure(flight.source, bytes);
+    const TimeNs departed = departure(flight.source, bytes, command.endpoint);
     const TimeNs arrives =
         late ? arrival(flight.source, flight.target, command, departed) : departed + model_.latency_ns;
     const bool early = command.kind == OpKind::write && flight.outcome == Status::ok &&
@@ -374,7 +382,7 @@ void SimulatedNetwork::deliver(std::uint32_t index) {
         land(flight);
     }
     if (flight.outcome != Status::ok && on_failure) on_failure({flight.source, flight.target, flight.command});
-    TimeNs at = now_ + model_.latency_ns;
+    TimeNs at = now_ + latency(flight.command.endpoint);
     if (random_.chance(faults_.late_completion)) {
         note(NetworkFault::late_completion);
         at += random_.between(1, faults_.late_completion_max_ns);

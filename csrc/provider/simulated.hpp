@@ -48,6 +48,12 @@ struct NetworkModel {
     // Writes of at least so many bytes are pulled by the target: a request to send goes first, the bytes follow when
     // the target has asked for them. What is smaller, and every signal, overtakes them (SPEC T5). 0: all of them.
     std::uint64_t rendezvous_bytes = ~std::uint64_t{0};
+    // A rank's NICs: endpoint i goes over rail i, with a rate and a latency of its own. Empty: one, as above.
+    struct RailModel {
+        double bytes_per_ns = 25.0;
+        TimeNs latency_ns = 2'000;
+    };
+    std::vector<RailModel> rails;
 };
 
 // What becomes of the `fail_at`-th operation of the whole network.
@@ -205,7 +211,8 @@ class SimulatedNetwork {
     void launch(std::uint32_t rank, std::uint32_t target, const PostCommand& command, Status outcome,
                 std::int32_t code);
     Status check(std::uint32_t rank, std::uint32_t target, const PostCommand& command);
-    TimeNs departure(std::uint32_t rank, std::uint64_t bytes);
+    TimeNs departure(std::uint32_t rank, std::uint64_t bytes, EndpointId endpoint = EndpointId{0});
+    TimeNs latency(EndpointId endpoint) const;
     TimeNs arrival(std::uint32_t rank, std::uint32_t target, const PostCommand& command, TimeNs departed);
     void schedule(TimeNs at, EventKind kind, std::uint32_t flight);
     void apply(const Event& event);
