@@ -171,6 +171,8 @@ class Engine {
     // old one and say on_endpoint_closed(old).
     std::optional<EndpointId> endpoint_to_replace() const;
     void replace_endpoint(EndpointId old_endpoint, EndpointId new_endpoint);
+    // Nothing is on its way over this endpoint, or will be, but what is quarantined: it may be closed.
+    bool drained(EndpointId endpoint) const;
 
     // ---- waits over everything (SPEC T7)
     // Everything accepted so far. What is still in a ring has to be submitted (or counted by the caller) first.

@@ -344,6 +344,21 @@ std::optional<EndpointId> Engine::endpoint_to_replace() const {
     return std::nullopt;
 }
 
+bool Engine::drained(EndpointId endpoint) const {
+    for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) {
+        const SlotInfo& info = slot_info_[slot];
+        if (!slots_.in_use(slot) || info.expired || info.endpoint != endpoint) continue;
+        if (operations_[info.operation].state != OperationState::finished) return false;
+    }
+    for (std::uint32_t i = 0; i < lanes_used_; ++i) {
+        if (lanes_[i].state != LaneState::open && lanes_[i].state != LaneState::aborting) continue;
+        for (std::uint32_t at = lanes_[i].ready_head; at != no_index; at = operations_[at].next_ready) {
+            if (operations_[at].endpoint == endpoint) return false;
+        }
+    }
+    return true;
+}
+
 void Engine::regate(std::uint32_t index, EndpointId endpoint) {
     Operation& control = operations_[index];
     control.endpoint = endpoint;

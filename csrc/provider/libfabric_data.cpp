@@ -25,8 +25,7 @@ std::optional<Status> LibfabricProvider::check_remote(const PostCommand& command
 
 std::optional<Status> LibfabricProvider::check(const PostCommand& command) const {
     if (!objects_) return Status::closed;
-    if (command.ticket.slot >= objects_->contexts.size() || command.endpoint.value >= objects_->endpoints.size())
-        return Status::invalid;
+    if (command.ticket.slot >= objects_->contexts.size() || !is_open(command.endpoint.value)) return Status::invalid;
     if (objects_->contexts[command.ticket.slot].state != OperationContext::State::idle) return Status::refused;
     if (command.peer.value >= peers_.size() || !peers_[command.peer.value]) return Status::invalid;
     if (command.kind == OpKind::notification) {
@@ -51,7 +50,9 @@ PostResult LibfabricProvider::post(const PostCommand& command) {
         ++counters_.posted;
         return {};
     }
-    if (in_flight_[command.endpoint.value] >= capabilities_.transmit_queue) return posted(-FI_EAGAIN, command, context);
+    if (in_flight_[command.endpoint.value] >= capabilities_.transmit_queue ||
+        peers_[command.peer.value]->move != Peer::Move::settled)
+        return posted(-FI_EAGAIN, command, context);
     context.ticket = command.ticket;
     context.level = command.level;
     context.endpoint = command.endpoint.value;

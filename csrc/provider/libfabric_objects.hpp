@@ -91,7 +91,17 @@ inline constexpr std::uint32_t kMessageMagic = 0x31'57'58'45;  // "EXW1"
 
 // A revocation says that a region is about to go. It is answered once nothing of the sender's is on its way there any
 // more: over tcp a write with a stale key costs the whole connection, and with it what others had in flight.
-enum class MessageKind : std::uint8_t { notification = 1, signal, answer, revocation, revocation_answer };
+// `moved` carries the name of the endpoint that replaces the one it came over; `moved_answer` is the last that its
+// receiver sends to the old one (libfabric_replace.cpp).
+enum class MessageKind : std::uint8_t {
+    notification = 1,
+    signal,
+    answer,
+    revocation,
+    revocation_answer,
+    moved,
+    moved_answer
+};
 
 struct MessageHeader {
     std::uint32_t magic = kMessageMagic;

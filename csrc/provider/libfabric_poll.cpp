@@ -20,23 +20,28 @@ std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vect
         immediate_.pop_back();
         ++counters_.completed;
     }
+    // The old one first: what it still holds comes to an end.
+    if (replacing_ && count < completions.size())
+        static_cast<void>(drain_queue(queue_of(replaced_), completions, count, arrivals));
     for (int round = 0; round < kRoundsMax && count < completions.size(); ++round) {
-        if (!drain_queue(completions, count, arrivals)) break;
+        if (!drain_queue(queue_of(current_), completions, count, arrivals)) break;
     }
     send_answers();
     send_notices();
     post_receives();
+    if (!unmoved_.empty()) tell_unmoved();
+    if (!moving_.empty()) advance_moves();
     return count;
 }
 
 // True: there may be more.
-bool LibfabricProvider::drain_queue(std::span<Completion> completions, std::size_t& count,
+bool LibfabricProvider::drain_queue(fid_cq* queue, std::span<Completion> completions, std::size_t& count,
                                     std::vector<Arrival>& arrivals) {
     std::array<fi_cq_msg_entry, kBatch> entries;
     const std::size_t wanted = std::min(kBatch, completions.size() - count);
-    const ssize_t got = fi_cq_read(objects_->queue.get(), entries.data(), wanted);
+    const ssize_t got = fi_cq_read(queue, entries.data(), wanted);
     if (got == -FI_EAVAIL) {
-        read_error(completions, count);
+        read_error(queue, completions, count);
         return true;
     }
     if (got <= 0) return false;
@@ -56,9 +61,9 @@ bool LibfabricProvider::drain_queue(std::span<Completion> completions, std::size
 }
 
 // An error may come without a context, twice for one operation, or with a negative code.
-void LibfabricProvider::read_error(std::span<Completion> completions, std::size_t& count) {
+void LibfabricProvider::read_error(fid_cq* queue, std::span<Completion> completions, std::size_t& count) {
     fi_cq_err_entry entry{};
-    if (fi_cq_readerr(objects_->queue.get(), &entry, 0) < 0) return;
+    if (fi_cq_readerr(queue, &entry, 0) < 0) return;
     const int code = entry.err < 0 ? -entry.err : entry.err;
     if (entry.op_context == nullptr) {
         ++counters_.unattributed_errors;
@@ -72,7 +77,7 @@ void LibfabricProvider::read_error(std::span<Completion> completions, std::size_
         }
         ++counters_.dropped_messages;
         context.state = OperationContext::State::idle;
-        if (code != FI_ECANCELED) idle_receives_.push_back(context.index);
+        if (code != FI_ECANCELED) idle_receives_.push_back(&context);
         return;
     }
     complete(context, status_of_error(code), code, completions, count);
@@ -91,7 +96,7 @@ void LibfabricProvider::complete(OperationContext& context, Status status, int c
     free_peer(*context.peer);
     if (context.role == OperationContext::Role::answer) {
         context.state = State::idle;
-        idle_receives_.push_back(context.index);
+        idle_receives_.push_back(&receive_of(context));
         return;
     }
     if (context.role == OperationContext::Role::notice) {
@@ -131,7 +136,7 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
     if (bytes < sizeof(message) || (std::memcpy(&message, buffer, sizeof(message)), message.magic != kMessageMagic) ||
         sender() == by_instance_.end()) {
         ++counters_.dropped_messages;
-        idle_receives_.push_back(context.index);
+        idle_receives_.push_back(&context);
         return;
     }
     switch (message.kind) {
@@ -139,11 +144,11 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
             arrivals.push_back({sender()->second, {buffer + sizeof(message), buffer + bytes}});
             break;
         case MessageKind::signal: {
-            OperationContext& answer = objects_->answers[context.index];
+            OperationContext& answer = answer_of(context);
             answer.message = message;
             answer.message.kind = MessageKind::answer;
             answer.message.status = apply_signal(message);
-            unsent_answers_.push_back(context.index);  // the buffer is posted again once its answer has left
+            unsent_answers_.push_back(&answer);  // the buffer is posted again once its answer has left
             return;
         }
         case MessageKind::answer:
@@ -151,17 +156,23 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
             break;
         case MessageKind::revocation:
             revoked_there(message);
-            objects_->answers[context.index].message = message;
-            objects_->answers[context.index].message.kind = MessageKind::revocation_answer;
-            held_answers_.push_back(context.index);
+            answer_of(context).message = message;
+            answer_of(context).message.kind = MessageKind::revocation_answer;
+            held_answers_.push_back(&answer_of(context));
             return;
         case MessageKind::revocation_answer:
             revocation_answered(message);
             break;
+        case MessageKind::moved:
+            peer_moved(message, {buffer + sizeof(message), buffer + bytes});
+            break;
+        case MessageKind::moved_answer:
+            if (message.operand == replacements_) forgo_peer(sender()->second);
+            break;
         default:
             ++counters_.dropped_messages;
     }
-    idle_receives_.push_back(context.index);
+    idle_receives_.push_back(&context);
 }
 
 Status LibfabricProvider::apply_signal(const MessageHeader& message) {
@@ -239,13 +250,18 @@ void LibfabricProvider::send_notices() {
             unsent_notices_.pop_front();
             continue;
         }
+        if (peers_[receiver->second.value]->move != Peer::Move::settled) {  // not to its old endpoint any more
+            unsent_notices_.push_back(unsent_notices_.front());
+            unsent_notices_.pop_front();
+            return;
+        }
         OperationContext& notice = objects_->notices[free_notices_.back()];
         notice.peer = peers_[receiver->second.value].get();
         notice.message = unsent_notices_.front();
         notice.message.sender = instance_;
-        notice.endpoint = 0;
+        notice.endpoint = current_;
         const ssize_t outcome =
-            fi_send(objects_->endpoints[0].get(), &notice.message, sizeof(notice.message),
+            fi_send(objects_->endpoints[current_].get(), &notice.message, sizeof(notice.message),
                     descriptor(objects_->notice_registration), address_of(*notice.peer, 0), &notice.fi);
         if (outcome == -FI_EAGAIN) {  // behind the others: one unreachable peer must not hold them up
             unsent_notices_.push_back(unsent_notices_.front());
@@ -256,39 +272,46 @@ void LibfabricProvider::send_notices() {
         if (outcome != 0) continue;  // the peer is gone; who removes it ends the wait for its answer
         free_notices_.pop_back();
         notice.state = OperationContext::State::posted;
-        ++in_flight_[0];
+        ++in_flight_[notice.endpoint];
         ++notice.peer->in_flight;
     }
 }
 
 void LibfabricProvider::send_answers() {
     for (std::size_t index = held_answers_.size(); index-- > 0;) {
-        if (on_its_way(objects_->answers[held_answers_[index]].message)) continue;
+        if (on_its_way(held_answers_[index]->message)) continue;
         unsent_answers_.push_back(held_answers_[index]);
         held_answers_.erase(held_answers_.begin() + static_cast<std::ptrdiff_t>(index));
     }
     while (!unsent_answers_.empty()) {
-        OperationContext& answer = objects_->answers[unsent_answers_.front()];
+        OperationContext& answer = *unsent_answers_.front();
         const auto sender = by_instance_.find(answer.message.sender);
         if (sender == by_instance_.end()) {  // removed meanwhile
-            idle_receives_.push_back(answer.index);
+            idle_receives_.push_back(&receive_of(answer));
             unsent_answers_.pop_front();
             continue;
         }
+        if (peers_[sender->second.value]->move != Peer::Move::settled) {  // not to its old endpoint any more
+            unsent_answers_.push_back(&answer);
+            unsent_answers_.pop_front();
+            return;
+        }
         answer.peer = peers_[sender->second.value].get();
+        answer.endpoint = options_.endpoints == 1 ? current_ : answer.set;
         answer.message.sender = instance_;
         const ssize_t outcome =
             fi_send(objects_->endpoints[answer.endpoint].get(), &answer.message, sizeof(answer.message),
-                    descriptor(objects_->answer_registration), address_of(*answer.peer, answer.endpoint), &answer.fi);
+                    descriptor(objects_->sets[answer.set].answer_registration),
+                    address_of(*answer.peer, answer.endpoint), &answer.fi);
         if (outcome == -FI_EAGAIN) {  // behind the others: one unreachable peer must not hold them up
             answer.message.sender = answer.peer->instance;
-            unsent_answers_.push_back(answer.index);
+            unsent_answers_.push_back(&answer);
             unsent_answers_.pop_front();
             return;
         }
         unsent_answers_.pop_front();
         if (outcome != 0) {
-            idle_receives_.push_back(answer.index);
+            idle_receives_.push_back(&receive_of(answer));
             continue;
         }
         answer.state = OperationContext::State::posted;
@@ -299,10 +322,15 @@ void LibfabricProvider::send_answers() {
 
 void LibfabricProvider::post_receives() {
     while (!idle_receives_.empty()) {
-        OperationContext& context = objects_->receives[idle_receives_.back()];
+        OperationContext& context = *idle_receives_.back();
+        if (!is_open(context.endpoint)) {
+            parked_receives_.push_back(&context);
+            idle_receives_.pop_back();
+            continue;
+        }
         const ssize_t outcome =
             fi_recv(objects_->endpoints[context.endpoint].get(), receive_buffer(context), message_bytes_,
-                    descriptor(objects_->message_registration), FI_ADDR_UNSPEC, &context.fi);
+                    descriptor(objects_->sets[context.set].memory_registration), FI_ADDR_UNSPEC, &context.fi);
         if (outcome != 0) return;  // tried again at the next poll
         context.state = OperationContext::State::posted;
         idle_receives_.pop_back();
@@ -311,8 +339,9 @@ void LibfabricProvider::post_receives() {
 
 bool LibfabricProvider::may_sleep() {
     if (!objects_ || !immediate_.empty() || !unsent_answers_.empty() || !unsent_notices_.empty()) return false;
+    if (replacing_ || !moving_.empty()) return false;
     if (wait_fd_ < 0) return true;  // shm has no fi_trywait for a queue without a wait object: calling it crashes
-    fid* objects[] = {&objects_->queue->fid};
+    fid* objects[] = {&queue_of(current_)->fid};
     return fi_trywait(objects_->fabric.get(), objects, 1) == FI_SUCCESS;
 }
 

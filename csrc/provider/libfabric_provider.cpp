@@ -54,30 +54,34 @@ ControlResult LibfabricProvider::open() {
     if (code != 0) return failure(*library_, "fi_fabric(" + capabilities_.provider + ")", code);
     code = fi_domain(objects_->fabric.get(), info_.get(), objects_->domain.out(), nullptr);
     if (code != 0) return failure(*library_, "fi_domain(" + std::string(info_->domain_attr->name) + ")", code);
-    if (ControlResult result = open_queue(); !result.ok()) return result;
+    objects_->queues.resize(replaceable() ? 2 : 1);
+    if (ControlResult result = open_queue(0); !result.ok()) return result;
     fi_av_attr attributes{};
     attributes.type = info_->domain_attr->av_type;
     code = fi_av_open(objects_->domain.get(), &attributes, objects_->addresses.out(), nullptr);
     if (code != 0) return failure(*library_, "fi_av_open", code);
-    objects_->endpoints.resize(options_.endpoints);
-    in_flight_.assign(options_.endpoints, 0);
+    const std::uint32_t places = options_.endpoints + (replaceable() ? 1 : 0);
+    objects_->endpoints.resize(places);
+    objects_->sets.resize(places);
+    in_flight_.assign(places, 0);
     for (std::uint32_t index = 0; index < options_.endpoints; ++index) {
         if (ControlResult result = open_endpoint(index); !result.ok()) return result;
     }
     return open_messages();
 }
 
-ControlResult LibfabricProvider::open_queue() {
+ControlResult LibfabricProvider::open_queue(std::uint32_t place) {
+    Handle<fid_cq>& queue = objects_->queues[place];
     fi_cq_attr attributes{};
     attributes.format = FI_CQ_FORMAT_MSG;
     attributes.size = std::size_t{options_.slots} + 2 * std::size_t{options_.endpoints} * options_.receive_buffers + 64;
     attributes.wait_obj = FI_WAIT_FD;
-    int code = fi_cq_open(objects_->domain.get(), &attributes, objects_->queue.out(), nullptr);
+    int code = fi_cq_open(objects_->domain.get(), &attributes, queue.out(), nullptr);
     if (code == 0) {
-        if (fi_control(&objects_->queue->fid, FI_GETWAIT, &wait_fd_) != 0) wait_fd_ = -1;
+        if (fi_control(&queue->fid, FI_GETWAIT, &wait_fd_) != 0) wait_fd_ = -1;
     } else {  // without a descriptor polling is bounded by time
         attributes.wait_obj = FI_WAIT_NONE;
-        code = fi_cq_open(objects_->domain.get(), &attributes, objects_->queue.out(), nullptr);
+        code = fi_cq_open(objects_->domain.get(), &attributes, queue.out(), nullptr);
         if (code != 0) return failure(*library_, "fi_cq_open(size " + number(attributes.size) + ")", code);
     }
     capabilities_.waits_on_descriptor = wait_fd_ >= 0;
@@ -90,7 +94,7 @@ ControlResult LibfabricProvider::open_endpoint(std::uint32_t index) {
     if (code != 0) return failure(*library_, "fi_endpoint", code);
     code = fi_ep_bind(endpoint.get(), &objects_->addresses->fid, 0);
     if (code != 0) return failure(*library_, "fi_ep_bind(av)", code);
-    code = fi_ep_bind(endpoint.get(), &objects_->queue->fid, FI_TRANSMIT | FI_RECV);
+    code = fi_ep_bind(endpoint.get(), &queue_of(index)->fid, FI_TRANSMIT | FI_RECV);
     if (code != 0) return failure(*library_, "fi_ep_bind(cq)", code);
     code = fi_enable(endpoint.get());
     if (code != 0) return failure(*library_, "fi_enable", code);
@@ -99,11 +103,8 @@ ControlResult LibfabricProvider::open_endpoint(std::uint32_t index) {
 
 ControlResult LibfabricProvider::open_messages() {
     message_bytes_ = sizeof(MessageHeader) + capabilities_.notification_bytes_max;
-    const std::uint32_t receives = options_.endpoints * options_.receive_buffers;
-    objects_->message_memory.resize((std::size_t{receives} + kSendBuffers) * message_bytes_);
+    objects_->message_memory.resize((std::size_t{kSendBuffers} + 1) * message_bytes_);
     objects_->contexts.resize(options_.slots);
-    objects_->receives.resize(receives);
-    objects_->answers.resize(receives);
     objects_->notices.resize(kNotices);
     for (std::uint32_t index = 0; index < kNotices; ++index) {
         objects_->notices[index].role = OperationContext::Role::notice;
@@ -111,16 +112,7 @@ ControlResult LibfabricProvider::open_messages() {
         free_notices_.push_back(index);
     }
     for (std::uint32_t slot = 0; slot < options_.slots; ++slot) objects_->contexts[slot].index = slot;
-    for (std::uint32_t index = 0; index < receives; ++index) {
-        for (auto* context : {&objects_->receives[index], &objects_->answers[index]}) {
-            context->index = index;
-            context->endpoint = index / options_.receive_buffers;
-        }
-        objects_->receives[index].role = OperationContext::Role::receive;
-        objects_->answers[index].role = OperationContext::Role::answer;
-        idle_receives_.push_back(index);
-    }
-    for (std::uint32_t index = 0; index < kSendBuffers; ++index) free_bounces_.push_back(receives + index);
+    for (std::uint32_t index = 0; index < kSendBuffers; ++index) free_bounces_.push_back(index);
     if (capabilities_.local_registration) {
         const auto bytes_of = [](const auto& list) { return list.size() * sizeof(list[0]); };
         const std::uint64_t access = FI_SEND | FI_RECV | FI_WRITE;
@@ -134,14 +126,42 @@ ControlResult LibfabricProvider::open_messages() {
             result = register_memory(objects_->notices.data(), bytes_of(objects_->notices), access,
                                      objects_->notice_registration);
         }
-        if (result.ok() && receives != 0) {
-            result = register_memory(objects_->answers.data(), bytes_of(objects_->answers), access,
-                                     objects_->answer_registration);
-        }
         if (!result.ok()) return result;
+    }
+    for (std::uint32_t index = 0; index < options_.endpoints; ++index) {
+        if (ControlResult result = open_message_set(index); !result.ok()) return result;
     }
     immediate_.reserve(options_.slots);
     post_receives();
+    return {};
+}
+
+ControlResult LibfabricProvider::open_message_set(std::uint32_t endpoint) {
+    MessageSet& set = objects_->sets[endpoint];
+    set.memory.resize(std::size_t{options_.receive_buffers} * message_bytes_);
+    set.receives.resize(options_.receive_buffers);
+    set.answers.resize(options_.receive_buffers);
+    if (capabilities_.local_registration && options_.receive_buffers != 0) {
+        const std::uint64_t access = FI_SEND | FI_RECV;
+        ControlResult result = register_memory(set.memory.data(), set.memory.size(), access, set.memory_registration);
+        if (result.ok()) {
+            result = register_memory(set.answers.data(), set.answers.size() * sizeof(set.answers[0]), access,
+                                     set.answer_registration);
+        }
+        if (!result.ok()) {
+            set = MessageSet{};
+            return result;
+        }
+    }
+    for (std::uint32_t index = 0; index < options_.receive_buffers; ++index) {
+        for (auto* context : {&set.receives[index], &set.answers[index]}) {
+            context->index = index;
+            context->endpoint = context->set = endpoint;
+        }
+        set.receives[index].role = OperationContext::Role::receive;
+        set.answers[index].role = OperationContext::Role::answer;
+        idle_receives_.push_back(&set.receives[index]);
+    }
     return {};
 }
 
@@ -235,19 +255,27 @@ std::vector<std::byte> LibfabricProvider::address(EndpointId endpoint) const {
     // One blob reaches every endpoint; the argument says which one a peer should see first when there are rails.
     if (!objects_ || endpoint.value >= objects_->endpoints.size()) return {};
     AddressHeader header;
-    header.endpoints = static_cast<std::uint32_t>(objects_->endpoints.size());
+    header.endpoints = options_.endpoints;
     header.instance = instance_;
     std::vector<std::byte> blob = to_bytes(header);
-    for (std::size_t index = 0; index < objects_->endpoints.size(); ++index) {
-        const std::size_t which = (endpoint.value + index) % objects_->endpoints.size();
-        std::array<std::byte, kNameBytesMax> name{};
-        std::size_t length = name.size();
-        if (fi_getname(&objects_->endpoints[which]->fid, name.data(), &length) != 0 || length > name.size()) return {};
-        const auto bytes = to_bytes(static_cast<std::uint32_t>(length));
+    for (std::uint32_t index = 0; index < options_.endpoints; ++index) {
+        const std::uint32_t which = options_.endpoints == 1 ? current_ : (endpoint.value + index) % options_.endpoints;
+        std::vector<std::byte> name;
+        if (!name_of(which, name).ok()) return {};
+        const auto bytes = to_bytes(static_cast<std::uint32_t>(name.size()));
         blob.insert(blob.end(), bytes.begin(), bytes.end());
-        blob.insert(blob.end(), name.begin(), name.begin() + static_cast<std::ptrdiff_t>(length));
+        blob.insert(blob.end(), name.begin(), name.end());
     }
     return blob;
+}
+
+ControlResult LibfabricProvider::name_of(std::uint32_t endpoint, std::vector<std::byte>& name) const {
+    name.resize(kNameBytesMax);
+    std::size_t length = name.size();
+    const int code = fi_getname(&objects_->endpoints[endpoint]->fid, name.data(), &length);
+    if (code != 0) return failure(*library_, "fi_getname", code);
+    name.resize(std::min(length, name.size()));
+    return {};
 }
 
 ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte> address) {
@@ -314,6 +342,9 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
 // refused.
 void LibfabricProvider::free_peer(Peer& peer) {
     if (!peer.removed || peer.in_flight != 0 || peer.addresses.empty()) return;
+    for (const fi_addr_t address : {peer.next, peer.before}) {
+        if (address != FI_ADDR_UNSPEC) peer.addresses.push_back(address);
+    }
     fi_av_remove(objects_->addresses.get(), peer.addresses.data(), peer.addresses.size(), 0);
     peer.addresses.clear();
 }

@@ -20,10 +20,17 @@ inline constexpr std::uint32_t kNotices = 32;  // revocations on their way at on
 struct LocalRegion;
 
 struct Peer {
+    // It has replaced its endpoint: what we have on its way to the old one drains, then we say so there, then we go
+    // over to the new one. Meanwhile nothing new is posted to it.
+    enum class Move : std::uint8_t { settled, draining, answering };
     std::uint64_t instance = 0;
     std::vector<fi_addr_t> addresses;  // one for each of its endpoints
     std::uint32_t in_flight = 0;       // operations whose contexts libfabric still owns
     bool removed = false;
+    Move move = Move::settled;
+    std::uint64_t move_number = 0;      // what its answer names
+    fi_addr_t next = FI_ADDR_UNSPEC;    // while it moves: its new endpoint
+    fi_addr_t before = FI_ADDR_UNSPEC;  // its endpoint before the last move; freed late, its connection may hold bytes
 };
 
 // What libfabric gets as the context of an operation. It owns `fi` from the post until the completion.
@@ -40,8 +47,9 @@ struct OperationContext {
     Role role = Role::submission;
     State state = State::idle;
     Status answer = Status::ok;
-    std::uint32_t index = 0;  // slot, or number of the receive buffer
-    std::uint32_t endpoint = 0;
+    std::uint32_t index = 0;       // slot, or number of the receive buffer
+    std::uint32_t endpoint = 0;    // posted over it
+    std::uint32_t set = 0;         // receive, answer: the MessageSet that it belongs to
     std::uint32_t bounce = kNone;  // notification: which send buffer it holds
     Ticket ticket;
     Level level = Level::delivered;
@@ -71,20 +79,27 @@ struct RemoteRegion {
     std::uint32_t in_flight = 0;
 };
 
+// What one endpoint receives messages with.
+struct MessageSet {
+    std::vector<std::byte> memory;
+    std::vector<OperationContext> receives;
+    std::vector<OperationContext> answers;                    // one for each receive buffer
+    Handle<fid_mr> memory_registration, answer_registration;  // MR_LOCAL
+};
+
 // Everything that libfabric opened. Members are in the order of opening; reverse order closes them.
 struct Objects {
     Handle<fid_fabric> fabric;
     Handle<fid_domain> domain;
-    Handle<fid_cq> queue;
+    std::vector<Handle<fid_cq>> queues;  // by endpoint where they can be replaced, else one for all
     Handle<fid_av> addresses;
-    std::vector<std::byte> message_memory;   // receive buffers, then send buffers
+    std::vector<std::byte> message_memory;   // send buffers, and behind them the announcement of a replacement
     std::vector<OperationContext> contexts;  // slots
-    std::vector<OperationContext> receives;  // endpoints × receive_buffers
-    std::vector<OperationContext> answers;   // one for each receive buffer
     std::vector<OperationContext> notices;   // kNotices
-    Handle<fid_mr> message_registration, context_registration, answer_registration, notice_registration;  // MR_LOCAL
-    std::vector<std::unique_ptr<LocalRegion>> regions;                                                    // by RegionId
-    std::vector<Handle<fid_ep>> endpoints;
+    Handle<fid_mr> message_registration, context_registration, notice_registration;  // MR_LOCAL
+    std::vector<std::unique_ptr<LocalRegion>> regions;                               // by RegionId
+    std::vector<MessageSet> sets;                                                    // by endpoint
+    std::vector<Handle<fid_ep>> endpoints;  // one more than asked for, empty, where they can be replaced
 };
 
 class LibfabricProvider final : public Provider {
@@ -102,6 +117,12 @@ class LibfabricProvider final : public Provider {
     ControlResult remove_peer(PeerId peer) override;
     ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
 
+    ControlResult open_replacement(EndpointId old_endpoint, EndpointId& fresh) override;
+    void announce_replacement(std::span<const PeerId> peers) override;
+    std::vector<PeerId> unmoved_peers() const override;
+    void forgo_peer(PeerId peer) override;
+    ControlResult close_endpoint(EndpointId endpoint) override;
+
     PostResult post(const PostCommand& command) override;
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
     int wait_fd() const override { return wait_fd_; }
@@ -111,9 +132,11 @@ class LibfabricProvider final : public Provider {
 
   private:
     // libfabric_provider.cpp: opening and the control plane
-    ControlResult open_queue();
+    ControlResult open_queue(std::uint32_t place);
     ControlResult open_messages();
+    ControlResult open_message_set(std::uint32_t endpoint);
     ControlResult open_endpoint(std::uint32_t index);
+    ControlResult name_of(std::uint32_t endpoint, std::vector<std::byte>& name) const;
     ControlResult register_memory(const void* address, std::size_t bytes, std::uint64_t access, Handle<fid_mr>& handle);
     void free_peer(Peer& peer);
 
@@ -131,8 +154,9 @@ class LibfabricProvider final : public Provider {
     PostResult posted(ssize_t outcome, const PostCommand& command, OperationContext& context);
 
     // libfabric_poll.cpp: completions and messages
-    bool drain_queue(std::span<Completion> completions, std::size_t& count, std::vector<Arrival>& arrivals);
-    void read_error(std::span<Completion> completions, std::size_t& count);
+    bool drain_queue(fid_cq* queue, std::span<Completion> completions, std::size_t& count,
+                     std::vector<Arrival>& arrivals);
+    void read_error(fid_cq* queue, std::span<Completion> completions, std::size_t& count);
     void complete(OperationContext& context, Status status, int code, std::span<Completion> completions,
                   std::size_t& count);
     void finish(OperationContext& context, Status status, int code, std::span<Completion> completions,
@@ -148,9 +172,35 @@ class LibfabricProvider final : public Provider {
     bool on_its_way(const MessageHeader& revocation) const;
     void start_revoking(LocalRegion& region, std::uint32_t id);
     void post_receives();
-    std::byte* receive_buffer(const OperationContext& context) {
-        return objects_->message_memory.data() + std::size_t{context.index} * message_bytes_;
+    OperationContext& answer_of(const OperationContext& receive) {
+        return objects_->sets[receive.set].answers[receive.index];
     }
+    OperationContext& receive_of(const OperationContext& answer) {
+        return objects_->sets[answer.set].receives[answer.index];
+    }
+    std::byte* receive_buffer(const OperationContext& context) {
+        return objects_->sets[context.set].memory.data() + std::size_t{context.index} * message_bytes_;
+    }
+    bool is_open(std::uint32_t endpoint) const {
+        return endpoint < objects_->endpoints.size() && objects_->endpoints[endpoint];
+    }
+
+    // libfabric_replace.cpp: endpoints that are replaced, ours and those of peers
+    bool replaceable() const;
+    fid_cq* queue_of(std::uint32_t endpoint) const { return objects_->queues[replaceable() ? endpoint : 0].get(); }
+    std::byte* announcement() {
+        return objects_->message_memory.data() + objects_->message_memory.size() - message_bytes_;
+    }
+    ssize_t send_word(std::uint32_t endpoint, Peer& peer, const void* bytes, std::size_t length);
+    void tell_unmoved();
+    void peer_moved(const MessageHeader& message, std::span<const std::byte> name);
+    void advance_moves();
+    bool awaits_answers(const Peer& peer) const;
+    void advance_move(Peer& peer);
+    void settle_move(Peer& peer);
+    std::vector<const Peer*> busy_on(std::uint32_t endpoint) const;
+    void release_contexts(std::uint32_t endpoint);
+    void release(OperationContext& context);
     void* descriptor(const Handle<fid_mr>& registration) const {
         return registration ? fi_mr_desc(registration.get()) : nullptr;
     }
@@ -168,10 +218,11 @@ class LibfabricProvider final : public Provider {
     std::uint64_t next_key_ = 1;
     std::vector<std::uint32_t> in_flight_;  // by endpoint
     std::vector<std::uint32_t> free_bounces_;
-    std::vector<Completion> immediate_;         // of operations without bytes; emptied by the next poll
-    std::vector<std::uint32_t> idle_receives_;  // buffers to post (again)
-    std::deque<std::uint32_t> unsent_answers_;  // receive buffers whose answer waits for room to be sent
-    std::vector<std::uint32_t>
+    std::vector<Completion> immediate_;               // of operations without bytes; emptied by the next poll
+    std::vector<OperationContext*> idle_receives_;    // buffers to post (again)
+    std::vector<OperationContext*> parked_receives_;  // of an endpoint that was closed
+    std::deque<OperationContext*> unsent_answers_;    // wait for room to be sent
+    std::vector<OperationContext*>
         held_answers_;  // revocations of regions that operations of ours are still on their way to
     std::deque<MessageHeader> unsent_notices_;  // revocations; `sender` holds the receiver until they leave
     std::vector<std::uint32_t> free_notices_;
@@ -179,7 +230,21 @@ class LibfabricProvider final : public Provider {
     std::vector<std::unique_ptr<Peer>> retired_;  // removed, with operations still in flight
     std::unordered_map<std::uint64_t, PeerId> by_instance_;
     std::vector<RemoteRegion> remotes_;  // by RemoteRegionId
-    std::unique_ptr<Objects> objects_;   // null once closed
+
+    // Our own replacement.
+    struct Unmoved {
+        std::uint64_t instance = 0;
+        bool told = false;
+    };
+    bool replacing_ = false;          // both endpoints serve
+    std::uint32_t current_ = 0;       // with one endpoint: over it our own messages go; peers are told its name
+    std::uint32_t replaced_ = 0;      // while replacing
+    std::uint64_t replacements_ = 0;  // begun, ever
+    std::size_t announcement_bytes_ = 0;
+    std::vector<Unmoved> unmoved_;
+    std::vector<std::uint64_t> moving_;  // instances of peers whose move is not settled
+
+    std::unique_ptr<Objects> objects_;  // null once closed
 };
 
 }  // namespace expertwire::fabric

@@ -71,6 +71,25 @@ class Provider {
     virtual int wait_fd() const = 0;
     virtual bool may_sleep() = 0;
 
+    // Replacing an endpoint (SPEC T14): the only way to be sure that what was posted over it touches no memory any
+    // more. In this order: open_replacement, announce_replacement, then polls until unmoved_peers() is empty and the
+    // engine has drained the old one, then close_endpoint. Regions, keys and peers stay as they are.
+    // `refused`: this provider, or these options, cannot.
+    virtual ControlResult open_replacement(EndpointId, EndpointId&) {
+        return {Status::refused, 0, "this provider cannot replace an endpoint"};
+    }
+    // Tells them, behind everything that was sent to each of them over the old endpoint, where we are reached now.
+    virtual void announce_replacement(std::span<const PeerId>) {}
+    // Who may still have something on its way to the old endpoint.
+    virtual std::vector<PeerId> unmoved_peers() const { return {}; }
+    // It is not waited for any more: what it still sends to the old endpoint will fail there.
+    virtual void forgo_peer(PeerId) {}
+    // `would_block`: poll and call again. `ok`: nothing posted over it touches memory any more, and no completion of it
+    // will be reported.
+    virtual ControlResult close_endpoint(EndpointId) {
+        return {Status::refused, 0, "this provider cannot replace an endpoint"};
+    }
+
     virtual ProviderCounters counters() const { return {}; }
 
     // Ends everything in flight without completions and releases every resource. Idempotent.

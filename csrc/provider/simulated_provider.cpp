@@ -125,10 +125,11 @@ void SimulatedProvider::close() {
     completions_.clear();
 }
 
-void SimulatedProvider::close_endpoint(EndpointId endpoint) {
+ControlResult SimulatedProvider::close_endpoint(EndpointId endpoint) {
     closed_endpoints_.push_back(endpoint);
     network_.drop_flights(
         [&](const SimulatedNetwork::Flight& f) { return f.source == rank_ && f.command.endpoint == endpoint; });
+    return {};
 }
 
 std::byte* SimulatedProvider::memory(RegionId id, std::uint64_t offset) const {

@@ -216,8 +216,10 @@ void Context::close(TimeNs until_ns) {
     const TokenGuard guard(*this, now_ns() + state.options.timeout_ns);
     state.provider->close();
     const TimeNs now = now_ns();
-    state.engine->on_endpoint_error(EndpointId{0}, Status::closed, 0, now);
-    state.engine->on_endpoint_closed(EndpointId{0}, now);
+    state.engine->on_endpoint_error(state.endpoint, Status::closed, 0, now);
+    state.engine->on_endpoint_closed(state.endpoint, now);
+    if (state.replacement.phase != Replacement::Phase::none)
+        state.engine->on_endpoint_closed(state.replacement.old_endpoint, now);
     state.life.store(Life::closed, std::memory_order_release);
     state.wake_all();
 }

@@ -98,7 +98,9 @@ class Context {
     std::vector<std::byte> blob() const;  // [control] versioned, bounded, binary
     void add_peer(std::uint32_t rank,
                   std::span<const std::byte> blob);  // [control] again with a newer blob: more regions
-    void remove_peer(std::uint32_t rank);            // [control] its requests fail, its lanes close
+    // [control] Its requests fail, its lanes close. Where work of it does not end the endpoint is replaced: other peers
+    // are moved over, and blob() is another from then on. Failure(state): that cannot be done, or not yet.
+    void remove_peer(std::uint32_t rank);
     void map_peer(std::uint32_t rank, std::string_view region,
                   int fd);  // [control] fd is borrowed; map "runtime" too: the
                             // doorbell, heartbeats and barrier words live there

@@ -9,6 +9,9 @@ namespace expertwire::runtime {
 
 namespace {
 
+constexpr TimeNs drain_ns = 1'000'000'000;        // for the work of a removed peer to end by itself
+constexpr TimeNs hopeless_drain_ns = 50'000'000;  // the same of one that is dead or past the hard deadline
+
 std::string rank_text(std::uint32_t rank) {
     return "rank " + std::to_string(rank);
 }
@@ -62,6 +65,22 @@ void forget_words(ContextState& state, PeerRecord& peer, std::uint32_t rank) {
     state.shared.barrier(rank).store(0, std::memory_order_relaxed);
 }
 
+// Under the token: the engine has closed its lanes.
+void forget_peer(ContextState& state, std::uint32_t rank) {
+    PeerRecord& peer = state.peers[rank];
+    check_control(state.provider->remove_peer(PeerId{rank}), rank, "removal");
+    peer.added.store(false, std::memory_order_release);
+    if (on_this_host(peer.blob)) state.count_rank_on_host(-1);
+    state.liveness->remove(rank);
+    peer.shared = {};
+    peer.mapped.clear();
+    peer.remotes.clear();
+    peer.lanes.clear();
+    peer.blob.regions.clear();
+    if (peer.pulse_request.valid()) state.give_up(peer.pulse_request);
+    peer.pulse_request = {};
+}
+
 }  // namespace
 
 // Spinning is for those who have a core of their own (DESIGN "Waits and cores").
@@ -106,7 +125,7 @@ std::vector<std::byte> Context::blob() const {
     blob.instance = state.instance;
     blob.barrier_epoch = state.barrier_epoch.load(std::memory_order_relaxed);
     blob.provider = state.capabilities.provider;
-    blob.address = state.provider->address(EndpointId{0});
+    blob.address = state.provider->address(state.endpoint);
     for (std::uint32_t i = 0; i < state.regions.size(); ++i) {
         const RegionRecord& region = state.regions[i];
         if (region.address)
@@ -137,7 +156,7 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
             check_control(state.provider->add_peer(PeerId{rank}, blob.address), rank, "the address");
             peer.lanes.clear();
             for (std::uint32_t lane = 0; lane <= state.options.lanes; ++lane) {
-                const QueuePairId id = state.engine->open_queue_pair(PeerId{rank}, EndpointId{0});
+                const QueuePairId id = state.engine->open_queue_pair(PeerId{rank}, state.endpoint);
                 if (!id.valid())
                     throw Failure(FailureKind::capacity, "lane " + std::to_string(lane) + " to " + rank_text(rank) +
                                                              " could not be opened: its requests have not all ended; "
@@ -170,35 +189,36 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
     }
 }
 
+// Its work ends by itself, or with the endpoint that it was posted over, which is replaced then (SPEC T14).
 void Context::remove_peer(std::uint32_t rank) {
     check_usable();
     ContextState& state = *state_;
-    const TimeNs deadline = now_ns() + 1'000'000'000;
-    const std::unique_lock lock(state.tables);
-    state.peer_at(rank);
-    PeerRecord& peer = state.peers[rank];
-    Status closed = Status::pending;
-    while (closed == Status::pending && now_ns() < deadline) {
-        const ControlGuard guard(state);
-        closed = state.engine->close_peer(PeerId{rank}, now_ns());
-        if (closed == Status::pending && !state.turn(20'000)) sched_yield();
+    const TimeNs begun = now_ns();
+    const TimeNs deadline = begun + drain_ns + state.options.timeout_ns;
+    while (true) {
+        {
+            const std::unique_lock lock(state.tables);
+            state.peer_at(rank);
+            const ControlGuard guard(state);
+            const TimeNs now = now_ns();
+            if (state.engine->close_peer(PeerId{rank}, now) == Status::ok) return forget_peer(state, rank);
+            const bool hopeless = state.quarantined(rank) || state.liveness->unreachable(rank);
+            if (now - begun >= (hopeless ? hopeless_drain_ns : drain_ns) &&
+                state.replacement.phase == Replacement::Phase::none)
+                state.replacement.wanted = true;
+            const bool asked = state.replacement.wanted;
+            state.turn(20'000);
+            const bool refused = asked && state.replacement.phase == Replacement::Phase::none;
+            if (refused || now >= deadline)
+                throw Failure(FailureKind::state,
+                              rank_text(rank) + " still has operations in flight that neither completed nor failed, " +
+                                  (refused ? "and the endpoint cannot be replaced: " + state.replacement.failure
+                                           : "and the endpoint's replacement has not ended within " +
+                                                 std::to_string((now - begun) / 1'000'000) + " ms; call again") +
+                                  "; closing the endpoint ends them");
+        }
+        doorbell_slice(doorbell().seen(), std::min(deadline, now_ns() + 1'000'000));
     }
-    if (closed == Status::pending)
-        throw Failure(FailureKind::state, rank_text(rank) +
-                                              " still has operations in flight that neither completed nor "
-                                              "failed within 1000 ms; close the endpoint to end them");
-    const ControlGuard guard(state);
-    check_control(state.provider->remove_peer(PeerId{rank}), rank, "removal");
-    peer.added.store(false, std::memory_order_release);
-    if (on_this_host(peer.blob)) state.count_rank_on_host(-1);
-    state.liveness->remove(rank);
-    peer.shared = {};
-    peer.mapped.clear();
-    peer.remotes.clear();
-    peer.lanes.clear();
-    peer.blob.regions.clear();
-    if (peer.pulse_request.valid()) state.give_up(peer.pulse_request);
-    peer.pulse_request = {};
 }
 
 void Context::map_peer(std::uint32_t rank, std::string_view region, int fd) {

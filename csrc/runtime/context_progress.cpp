@@ -54,6 +54,7 @@ bool ContextState::turn(TimeNs budget_ns) {
     const TimeNs end = now + budget_ns;
     bool moved = false;
     reap(now);
+    moved = advance_replacement(now);
     if (broadcast_pulse.exchange(false, std::memory_order_acq_rel)) send_pulses(now);
     while (true) {
         Observed observed(*this, now);

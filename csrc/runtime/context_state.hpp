@@ -64,6 +64,17 @@ struct RequestRecord {
 // open → closing → closed; never back.
 enum class Life : std::uint8_t { open = 0, closing, closed };
 
+// SPEC T14. none → moving (a new endpoint is open, live peers come over, the old one drains) → none: it is closed.
+struct Replacement {
+    enum class Phase : std::uint8_t { none = 0, moving };
+    Phase phase = Phase::none;
+    bool wanted = false;  // a peer is being removed whose work does not end
+    EndpointId old_endpoint;
+    TimeNs since_ns = 0;
+    TimeNs next_try_ns = 0;
+    std::string failure;  // of the last try
+};
+
 // A page that the kernel wipes in a forked child: telling a child from its parent costs one load (SPEC T21, T13).
 class ForkMark {
   public:
@@ -107,6 +118,8 @@ struct ContextState {
     std::vector<std::uint32_t> rank_of_slot;  // submission slot → rank of what was last posted there
     std::vector<Ticket> abandoned;            // given up while in flight
     std::vector<Arrival> arrivals_scratch;
+    EndpointId endpoint{0};  // that of every lane
+    Replacement replacement;
     Ticket sync_request;  // SPEC T3: the one request that may be in flight
     RuntimeCounters counters;
     bool starved = false;  // the last turn ended in AGAIN
@@ -148,6 +161,14 @@ struct ContextState {
     void collect_arrivals();
     void send_pulses(TimeNs now);
     bool news_told() const;  // verdict and farewell are with every peer that can be reached
+
+    // ---- under the token (context_replace.cpp)
+    bool advance_replacement(TimeNs now);  // true: records have turned terminal
+    void begin_replacement(TimeNs now);
+    void fail_replacement(const std::string& why, TimeNs now);
+    void look_after_unmoved(TimeNs now);
+    bool live(std::uint32_t rank) const;
+    bool quarantined(std::uint32_t rank) const;
 
     // ---- any thread
     void note_peer_error(std::uint32_t rank, Status status, std::int32_t code, const char* doing, TimeNs now);

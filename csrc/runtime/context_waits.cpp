@@ -391,6 +391,8 @@ std::vector<std::pair<const char*, std::uint64_t>> Statistics::rows() const {
         {"notifications", runtime.notifications},
         {"notifications_dropped", runtime.notifications_dropped},
         {"pulses_sent", runtime.pulses_sent},
+        {"endpoints_replaced", runtime.endpoints_replaced},
+        {"replacements_failed", runtime.replacements_failed},
         {"thread_sleeps", runtime.thread_sleeps},
         {"thread_failures", runtime.thread_failures},
         {"regions", regions},

@@ -16,6 +16,8 @@ struct RuntimeCounters {
     std::uint64_t notifications = 0;          // arrived
     std::uint64_t notifications_dropped = 0;  // arrived while nobody took them and the queue was full
     std::uint64_t pulses_sent = 0;            // heartbeats over the fabric
+    std::uint64_t endpoints_replaced = 0;     // SPEC T14: the old one is closed, its records are terminal
+    std::uint64_t replacements_failed = 0;    // a new one could not be opened, or the old one not closed
     std::uint64_t thread_sleeps = 0;          // times the progress thread went to sleep
     std::uint64_t thread_failures = 0;        // exceptions that it caught
 };

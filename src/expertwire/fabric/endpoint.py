@@ -118,7 +118,14 @@ class Endpoint:
         self._forget(rank)
 
     def remove_peer(self, rank: int) -> None:
-        """End all traffic with `rank`; its requests fail. `add_peer()` may follow."""
+        """End all traffic with `rank`; its requests fail. `add_peer()` may follow.
+
+        Work of it that does not end keeps its memory until the libfabric endpoint that it was posted over is closed. So that endpoint is
+        replaced then: the other peers move over by themselves, and `blob()` is another from then on. Every rank should remove a peer that
+        one removes: whoever still listens to it would heed what it says of others when it wakes up.
+
+        Raises `StateError` where that cannot be done (a provider without it, or peers that do not come over in time).
+        """
         self.native.remove_peer(rank)
         self._forget(rank)
 

@@ -15,6 +15,8 @@ class Statistics:
     `operations_*`; `posts_again` the provider had no room and the engine kept them in order; `controls_held` signals that had to wait for
     the writes before them, `gates_closed` those that wait now. `completions_stale` and `completions_unknown` named nothing alive and
     changed nothing. `slots_short`: fewer submission slots than queue pairs in use, so independence holds only up to the hard deadline.
+    `endpoints_replaced`: the endpoint held too much work that no longer ends, or a peer with such work was removed;
+    `replacements_failed` of them could not be done.
     """
 
     requests_submitted: int
@@ -54,6 +56,8 @@ class Statistics:
     notifications: int
     notifications_dropped: int
     pulses_sent: int
+    endpoints_replaced: int
+    replacements_failed: int
     thread_sleeps: int
     thread_failures: int
     regions: int

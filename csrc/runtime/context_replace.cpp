@@ -1,0 +1,85 @@
+// SPEC T14: work that never ends keeps its memory until the endpoint that it was posted over is closed. That endpoint
+// serves the live peers too: a new one takes over for them first. Runs under the token, a little in every turn.
+#include "runtime/clock.hpp"
+#include "runtime/context_state.hpp"
+
+namespace expertwire::runtime {
+
+namespace {
+
+constexpr TimeNs retry_ns = 1'000'000'000;
+
+}  // namespace
+
+bool ContextState::live(std::uint32_t rank) const {
+    return peers[rank].added.load(std::memory_order_acquire) && !liveness->unreachable(rank) &&
+           engine->peer_error(PeerId{rank}) == Status::ok;
+}
+
+bool ContextState::quarantined(std::uint32_t rank) const {
+    for (const QueuePairId lane : peers[rank].lanes)
+        if (engine->view(lane).state == LaneState::quarantined) return true;
+    return false;
+}
+
+void ContextState::fail_replacement(const std::string& why, TimeNs now) {
+    replacement.failure = why;
+    replacement.next_try_ns = now + retry_ns;
+    ++counters.replacements_failed;
+}
+
+void ContextState::begin_replacement(TimeNs now) {
+    replacement.wanted = false;
+    EndpointId fresh;
+    const ControlResult result = provider->open_replacement(endpoint, fresh);
+    if (!result.ok()) return fail_replacement(result.message, now);
+    std::vector<PeerId> told;
+    for (std::uint32_t rank = 0; rank < options.size; ++rank)
+        if (live(rank)) told.push_back(PeerId{rank});
+    engine->replace_endpoint(endpoint, fresh);
+    replacement.phase = Replacement::Phase::moving;
+    replacement.old_endpoint = endpoint;
+    replacement.since_ns = now;
+    endpoint = fresh;
+    provider->announce_replacement(told);
+}
+
+// Every peer that is told answers, or is held dead: one that woke up later would still write to the old endpoint.
+void ContextState::look_after_unmoved(TimeNs now) {
+    const TimeNs waited = now - replacement.since_ns;
+    for (const PeerId peer : provider->unmoved_peers()) {
+        const std::uint32_t rank = peer.value;
+        const TimeNs limit =
+            quarantined(rank) ? std::min(options.silence_ns, options.hard_timeout_ns) : options.hard_timeout_ns;
+        if (live(rank) && waited < limit) continue;
+        if (live(rank))
+            liveness->suspect(rank,
+                              "it has not come over to the endpoint that replaced the one it used within " +
+                                  std::to_string(limit / 1'000'000) + " ms",
+                              now);
+        provider->forgo_peer(peer);
+    }
+}
+
+bool ContextState::advance_replacement(TimeNs now) {
+    if (now < replacement.next_try_ns && !replacement.wanted) return false;
+    if (replacement.phase == Replacement::Phase::none) {
+        if (replacement.wanted || engine->endpoint_to_replace()) begin_replacement(now);
+        return false;
+    }
+    replacement.wanted = false;
+    look_after_unmoved(now);
+    if (!provider->unmoved_peers().empty() || !engine->drained(replacement.old_endpoint)) return false;
+    const ControlResult result = provider->close_endpoint(replacement.old_endpoint);
+    if (result.status == Status::would_block) return false;
+    if (!result.ok()) {
+        fail_replacement(result.message, now);
+        return false;
+    }
+    replacement.phase = Replacement::Phase::none;
+    engine->on_endpoint_closed(replacement.old_endpoint, now);
+    ++counters.endpoints_replaced;
+    return true;
+}
+
+}  // namespace expertwire::runtime

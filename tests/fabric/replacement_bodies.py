@@ -1,0 +1,151 @@
+"""What the ranks of test_replacement run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from expertwire.errors import DeadlineError, ExpertwireError, StateError
+from expertwire.fabric import Endpoint, Signal
+from expertwire.fabric.request import Status
+from fabric.bodies import counter, data
+
+PARTS = 8  # writes of one round, all in flight at once
+PART_BYTES = 4096
+INBOX = PARTS * PART_BYTES  # where a partner's round lands; ours leaves from offset 0
+ARRIVED, READ = 0, 1  # counters
+STUCK_BYTES = 1 << 18
+
+
+def wait_until(endpoint: Endpoint, here: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not here():
+        seen = endpoint.native.doorbell_seen()
+        assert time.monotonic() < deadline, f"rank {endpoint.rank}: {what} has not come within {timeout_s} s"
+        if not here():
+            endpoint.native.doorbell_wait(seen, 20)
+
+
+def exchange(endpoint: Endpoint, partner: int, first: int, done: Callable[[int], bool]) -> int:
+    """Rounds of PARTS signalled writes both ways; every word is looked at, and every count is exact. Returns the last round."""
+    region = data(endpoint)
+    words = region.numpy("uint64", (INBOX // 8,))
+    inbox = region.numpy("uint64", (INBOX // 8,), INBOX)
+    number = first
+    while not done(number):
+        number += 1
+        words[:] = endpoint.rank * 1_000_000 + number
+        requests = [
+            endpoint.write(partner, region, "data", PART_BYTES, offset=at, remote_offset=INBOX + at, signal=Signal(1, 8 * ARRIVED))
+            for at in range(0, INBOX, PART_BYTES)
+        ]
+        arrived = number * PARTS
+        wait_until(endpoint, lambda arrived=arrived: counter(endpoint, ARRIVED) >= arrived, f"round {number}")
+        assert counter(endpoint, ARRIVED) == arrived, "a signal came twice, or early"
+        assert bool((inbox == partner * 1_000_000 + number).all()), f"round {number} is torn"
+        wait_until(endpoint, lambda requests=requests: all(r.done for r in requests), f"the end of the writes of round {number}")
+        assert [r.status() for r in requests] == [Status.OK] * PARTS
+        endpoint.signal(partner, 1, 8 * READ)
+        wait_until(endpoint, lambda number=number: counter(endpoint, READ) >= number, f"the answer to round {number}")
+        assert counter(endpoint, READ) == number
+    return number
+
+
+def exchange_rounds(endpoint: Endpoint, partner: int, first: int, last: int) -> int:
+    return exchange(endpoint, partner, first, lambda number: number >= last)
+
+
+def connect(endpoint: Endpoint, peer: int) -> None:
+    """What is written to it from now on leaves at once."""
+    endpoint.write(peer, data(endpoint), "data", 8).wait(20_000)
+
+
+def post_stuck(endpoint: Endpoint, stopped: int, count: int, lanes: int = 1) -> None:
+    """Signalled writes to a stopped peer, over its lanes in turn, from memory registered for them."""
+    memory = bytearray(b"\x5a" * STUCK_BYTES)
+    region = endpoint.register(memory)
+    requests = [
+        endpoint.write(stopped, region, "data", STUCK_BYTES, lane=i % lanes, signal=Signal(1, 8 * 63, lane=i % lanes)) for i in range(count)
+    ]
+    endpoint.stuck = (region, memory, requests)  # type: ignore[attr-defined]
+
+
+def await_quarantine(endpoint: Endpoint, count: int) -> None:
+    wait_until(endpoint, lambda: endpoint.statistics().slots_quarantined >= count, f"the hard deadline of {count} writes")
+    region, _, requests = endpoint.stuck  # type: ignore[attr-defined]
+    assert not any(r.done for r in requests), "memory was given back while the endpoint could still read it"
+    with pytest.raises(StateError, match="in use"):
+        region.close(0)
+
+
+def await_replacement(endpoint: Endpoint) -> list[str]:
+    """Until the stuck requests have ended: never before the endpoint was closed. Their statuses; their memory is used anew."""
+    _, memory, requests = endpoint.stuck  # type: ignore[attr-defined]
+
+    def ended() -> bool:
+        some = any(r.done for r in requests)
+        assert not some or endpoint.statistics().endpoints_replaced > 0, "a record turned terminal before the close"
+        return some
+
+    wait_until(endpoint, ended, "the end of the stuck writes")
+    assert all(r.done for r in requests)
+    memory[:] = bytes(len(memory))
+    return [r.status().name for r in requests]
+
+
+def close_stuck(endpoint: Endpoint) -> None:
+    """Their memory is deregistered. Needs the peer to be removed: it would be asked whether it still writes there."""
+    endpoint.stuck[0].close(2000)  # type: ignore[attr-defined]
+    endpoint.stuck = None  # type: ignore[attr-defined]
+
+
+def remove_while_exchanging(endpoint: Endpoint, partner: int, stopped: int, first: int, last: int) -> tuple[float, list[str]]:
+    """`exchange` in a thread of its own, while this one removes the stopped peer. (Seconds of the removal, statuses of its requests.)"""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            exchange_rounds(endpoint, partner, first, last)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    start = time.monotonic()
+    endpoint.remove_peer(stopped)
+    took = time.monotonic() - start
+    statuses = []
+    if getattr(endpoint, "stuck", None):
+        statuses = await_replacement(endpoint)
+        close_stuck(endpoint)
+    thread.join()
+    if failures:
+        raise failures[0]
+    return took, statuses
+
+
+def write_after_waking(endpoint: Endpoint, peer: int) -> str:
+    """What became of a write to a rank that has closed the endpoint known here."""
+    try:
+        request = endpoint.write(peer, data(endpoint), "data", 4096, remote_offset=INBOX, signal=Signal(1, 0), timeout_ms=500)
+        request.wait(500)
+    except DeadlineError:
+        return "pending"
+    except ExpertwireError as error:
+        return type(error).__name__
+    return "ok"
+
+
+def remove(endpoint: Endpoint, peer: int) -> None:
+    endpoint.remove_peer(peer)
+
+
+def fault_of(endpoint: Endpoint) -> tuple[int, str] | None:
+    return endpoint.fault()
+
+
+def counts(endpoint: Endpoint) -> dict[str, int]:
+    return dict(endpoint.native.statistics())
