@@ -47,6 +47,16 @@ class LivenessProbe {
         if (verdict) pulse.verdict.store(*verdict + 1);
         if (leaving) pulse.leaving.store(1);
     }
+    void take_back(std::uint32_t rank) { words_.pulse(checked(rank)).verdict.store(0); }
+    std::uint64_t own_verdict() const { return liveness_->own().verdict; }
+    void fences(std::uint32_t rank, std::uint32_t whom) {
+        words_.pulse(checked(rank)).fenced.fetch_or(std::uint64_t{1} << (whom % 64));
+    }
+    void remove(std::uint32_t rank) {
+        liveness_->publish_fenced(checked(rank), true);
+        liveness_->remove(rank);
+    }
+    void add(std::uint32_t rank, std::int64_t now_ms) { liveness_->add(checked(rank), {}, now_ms * ms); }
     void lose_connection(std::uint32_t rank, std::int64_t now_ms) {
         liveness_->suspect(checked(rank), "its connection broke", now_ms * ms);
     }
@@ -57,7 +67,7 @@ class LivenessProbe {
         return std::make_tuple(fault->rank, fault->told_by, fault->why);
     }
     const char* state(std::uint32_t rank) const {
-        static constexpr std::array<const char*, 5> names{"absent", "watched", "suspected", "dead", "left"};
+        static constexpr std::array<const char*, 6> names{"absent", "watched", "suspected", "dead", "left", "removed"};
         return names[static_cast<std::size_t>(liveness_->state(checked(rank)))];
     }
     bool undecided(std::uint32_t rank, std::int64_t since_ms) const {
@@ -89,6 +99,11 @@ void bind_liveness(nb::module_& module) {
         .def("beat", &LivenessProbe::beat, "rank"_a, "A heartbeat of that rank arrives.")
         .def("say", &LivenessProbe::say, "rank"_a, "verdict"_a = nb::none(), "leaving"_a = false,
              "Words of that rank arrive.")
+        .def("fences", &LivenessProbe::fences, "rank"_a, "whom"_a, "The word of that rank that it has removed another.")
+        .def("take_back", &LivenessProbe::take_back, "rank"_a, "The verdict of that rank is no more.")
+        .def("own_verdict", &LivenessProbe::own_verdict, "What this rank says: 0, or the dead rank + 1.")
+        .def("add", &LivenessProbe::add, "rank"_a, "now_ms"_a, "A new process under the name of a removed rank.")
+        .def("remove", &LivenessProbe::remove, "rank"_a, "Remove that rank here, as one that fell silent.")
         .def("lose_connection", &LivenessProbe::lose_connection, "rank"_a, "now_ms"_a,
              "The provider reports that rank unreachable.")
         .def("tick", &LivenessProbe::tick, "now_ms"_a, "Look around.")

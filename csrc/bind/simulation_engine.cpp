@@ -242,6 +242,16 @@ class EngineProbe {
     std::string release(std::uint64_t request) { return name(engine_.release(Ticket::unpack(request))); }
     void peer_dead(std::uint32_t peer) { engine_.on_peer_dead(PeerId{peer}, now_); }
     void peer_closed(std::uint32_t peer) { engine_.on_peer_closed(PeerId{peer}, now_); }
+    // The endpoint that holds too much quarantined work, or -1.
+    int endpoint_to_replace() const {
+        const auto endpoint = engine_.endpoint_to_replace();
+        return endpoint ? static_cast<int>(endpoint->value) : -1;
+    }
+    void replace_endpoint(std::uint32_t old, std::uint32_t fresh) {
+        engine_.replace_endpoint(EndpointId{old}, EndpointId{fresh});
+    }
+    bool drained(std::uint32_t endpoint) const { return engine_.drained(EndpointId{endpoint}); }
+    void endpoint_closed(std::uint32_t endpoint) { engine_.on_endpoint_closed(EndpointId{endpoint}, now_); }
     std::string close_peer(std::uint32_t peer) { return name(engine_.close_peer(PeerId{peer}, now_)); }
     std::uint64_t quiet_mark() const { return engine_.quiet_mark(); }
     std::string quiet(std::uint64_t mark) const { return name(engine_.quiet(mark)); }
@@ -329,6 +339,10 @@ void bind_probe(nb::module_& module) {
         .def("release", &EngineProbe::release, "request"_a)
         .def("peer_dead", &EngineProbe::peer_dead, "peer"_a)
         .def("peer_closed", &EngineProbe::peer_closed, "peer"_a)
+        .def("endpoint_to_replace", &EngineProbe::endpoint_to_replace)
+        .def("replace_endpoint", &EngineProbe::replace_endpoint, "old"_a, "fresh"_a)
+        .def("drained", &EngineProbe::drained, "endpoint"_a)
+        .def("endpoint_closed", &EngineProbe::endpoint_closed, "endpoint"_a)
         .def("close_peer", &EngineProbe::close_peer, "peer"_a)
         .def("quiet_mark", &EngineProbe::quiet_mark)
         .def("quiet", &EngineProbe::quiet, "mark"_a)

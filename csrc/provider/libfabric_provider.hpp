@@ -117,6 +117,7 @@ class LibfabricProvider final : public Provider {
     ControlResult remove_peer(PeerId peer) override;
     ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
 
+    bool replaces_endpoints() const override { return replaceable(); }
     ControlResult open_replacement(EndpointId old_endpoint, EndpointId& fresh) override;
     void announce_replacement(std::span<const PeerId> peers) override;
     std::vector<PeerId> unmoved_peers() const override;

@@ -74,7 +74,7 @@ class Provider {
     // Replacing an endpoint (SPEC T14): the only way to be sure that what was posted over it touches no memory any
     // more. In this order: open_replacement, announce_replacement, then polls until unmoved_peers() is empty and the
     // engine has drained the old one, then close_endpoint. Regions, keys and peers stay as they are.
-    // `refused`: this provider, or these options, cannot.
+    virtual bool replaces_endpoints() const { return false; }  // this provider, with these options
     virtual ControlResult open_replacement(EndpointId, EndpointId&) {
         return {Status::refused, 0, "this provider cannot replace an endpoint"};
     }

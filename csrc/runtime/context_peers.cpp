@@ -2,6 +2,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "runtime/context_state.hpp"
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr TimeNs drain_ns = 1'000'000'000;        // for the work of a removed peer to end by itself
 constexpr TimeNs hopeless_drain_ns = 50'000'000;  // the same of one that is dead or past the hard deadline
+constexpr TimeNs farewell_ns = 500'000'000;       // for the others to hear that a peer is fenced off
 
 std::string rank_text(std::uint32_t rank) {
     return "rank " + std::to_string(rank);
@@ -60,7 +62,8 @@ void forget_words(ContextState& state, PeerRecord& peer, std::uint32_t rank) {
     peer.told = {};
     peer.barrier_told = 0;
     PulseBlock& pulse = state.shared.pulse(rank);
-    for (auto* word : {&pulse.heartbeat, &pulse.call_sequence, &pulse.phase, &pulse.verdict, &pulse.leaving})
+    for (auto* word :
+         {&pulse.heartbeat, &pulse.call_sequence, &pulse.phase, &pulse.verdict, &pulse.leaving, &pulse.fenced})
         word->store(0, std::memory_order_relaxed);
     state.shared.barrier(rank).store(0, std::memory_order_relaxed);
 }
@@ -183,39 +186,81 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
     peer.blob = std::move(blob);
     peer.added.store(true, std::memory_order_release);
     if (!again) {
+        state.liveness->publish_fenced(rank, false);
         state.liveness->add(rank, process, now_ns());
         state.pulse_due.store(true, std::memory_order_release);
         state.thread.kick();
     }
 }
 
+namespace {
+
+// A removal under way. `fence`: the peer is silent, and may wake up to write here: until the endpoint that it knows has
+// been closed.
+struct Removal {
+    std::uint32_t rank = 0;
+    TimeNs begun = 0;
+    bool fence = false;
+    std::uint64_t closed_before = 0;  // what Replacement::closed must exceed then
+    std::uint64_t failed_before = 0;  // replacements
+};
+
+// Under the token.
+Removal begin_removal(ContextState& state, std::uint32_t rank, TimeNs now) {
+    Removal removal{.rank = rank, .begun = now};
+    removal.closed_before = state.replacement.closed;
+    removal.failed_before = state.counters.replacements_failed;
+    if (!state.lost(rank, now)) return removal;
+    // The others hear it first: what it says of us when it wakes up counts for nothing.
+    state.liveness->publish_fenced(rank, true);
+    state.broadcast_pulse.store(true, std::memory_order_release);
+    removal.fence = state.provider->replaces_endpoints();
+    // One that is under way and was not announced to it serves as well.
+    if (state.replacement.phase != Replacement::Phase::none && state.replacement.told[rank]) ++removal.closed_before;
+    return removal;
+}
+
+// Under the token. True: nothing of it is in flight, and nothing that it sends can arrive.
+bool end_traffic(ContextState& state, const Removal& removal, TimeNs now) {
+    const bool ended = state.engine->close_peer(PeerId{removal.rank}, now) == Status::ok;
+    const bool fenced = !removal.fence || state.replacement.closed > removal.closed_before;
+    if (ended && fenced) return !removal.fence || state.news_told() || now - removal.begun >= farewell_ns;
+    const bool hopeless = state.quarantined(removal.rank) || state.liveness->unreachable(removal.rank);
+    const bool overdue = now - removal.begun >= (hopeless ? hopeless_drain_ns : drain_ns);
+    if ((!fenced || overdue) && state.replacement.phase == Replacement::Phase::none) state.replacement.wanted = true;
+    return false;
+}
+
+void check_removal(const ContextState& state, const Removal& removal, TimeNs now, TimeNs deadline) {
+    const bool failed = state.counters.replacements_failed > removal.failed_before;
+    if (!failed && now < deadline) return;
+    throw Failure(FailureKind::state,
+                  rank_text(removal.rank) + (removal.fence ? " may still write here, or" : "") +
+                      " has operations in flight that neither completed nor failed, " +
+                      (failed ? "and the endpoint cannot be replaced: " + state.replacement.failure
+                              : "and the endpoint's replacement has not ended within " +
+                                    std::to_string((now - removal.begun) / 1'000'000) + " ms; call again") +
+                      "; closing the endpoint ends them");
+}
+
+}  // namespace
+
 // Its work ends by itself, or with the endpoint that it was posted over, which is replaced then (SPEC T14).
 void Context::remove_peer(std::uint32_t rank) {
     check_usable();
     ContextState& state = *state_;
-    const TimeNs begun = now_ns();
-    const TimeNs deadline = begun + drain_ns + state.options.timeout_ns;
+    const TimeNs deadline = now_ns() + drain_ns + state.options.timeout_ns;
+    std::optional<Removal> removal;
     while (true) {
         {
             const std::unique_lock lock(state.tables);
             state.peer_at(rank);
             const ControlGuard guard(state);
             const TimeNs now = now_ns();
-            if (state.engine->close_peer(PeerId{rank}, now) == Status::ok) return forget_peer(state, rank);
-            const bool hopeless = state.quarantined(rank) || state.liveness->unreachable(rank);
-            if (now - begun >= (hopeless ? hopeless_drain_ns : drain_ns) &&
-                state.replacement.phase == Replacement::Phase::none)
-                state.replacement.wanted = true;
-            const bool asked = state.replacement.wanted;
+            if (!removal) removal = begin_removal(state, rank, now);
+            if (end_traffic(state, *removal, now)) return forget_peer(state, rank);
             state.turn(20'000);
-            const bool refused = asked && state.replacement.phase == Replacement::Phase::none;
-            if (refused || now >= deadline)
-                throw Failure(FailureKind::state,
-                              rank_text(rank) + " still has operations in flight that neither completed nor failed, " +
-                                  (refused ? "and the endpoint cannot be replaced: " + state.replacement.failure
-                                           : "and the endpoint's replacement has not ended within " +
-                                                 std::to_string((now - begun) / 1'000'000) + " ms; call again") +
-                                  "; closing the endpoint ends them");
+            check_removal(state, *removal, now, deadline);
         }
         doorbell_slice(doorbell().seen(), std::min(deadline, now_ns() + 1'000'000));
     }

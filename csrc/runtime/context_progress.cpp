@@ -44,7 +44,7 @@ class Observed {
 };
 
 bool holds_news(const PeerRecord& peer, const Liveness::Own& own) {
-    return peer.told.verdict == own.verdict && peer.told.leaving == own.leaving;
+    return peer.told.verdict == own.verdict && peer.told.leaving == own.leaving && peer.told.fenced == own.fenced;
 }
 
 }  // namespace
@@ -222,6 +222,7 @@ void ContextState::send_pulses(TimeNs now) {
             spec.operand = value - told;
             adds.push_back(spec);
         };
+        add(offsetof(PulseBlock, fenced), peer.told.fenced, own.fenced);
         add(offsetof(PulseBlock, heartbeat), peer.told.heartbeat, own.heartbeat);
         add(offsetof(PulseBlock, call_sequence), peer.told.call_sequence, own.call_sequence);
         add(offsetof(PulseBlock, phase), peer.told.phase, own.phase);

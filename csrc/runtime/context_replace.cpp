@@ -8,12 +8,22 @@ namespace expertwire::runtime {
 namespace {
 
 constexpr TimeNs retry_ns = 1'000'000'000;
+constexpr TimeNs beats_missed = 5;  // by who counts as silent; far below silence_ms, since nobody is blamed for it
 
 }  // namespace
 
 bool ContextState::live(std::uint32_t rank) const {
     return peers[rank].added.load(std::memory_order_acquire) && !liveness->unreachable(rank) &&
            engine->peer_error(PeerId{rank}) == Status::ok;
+}
+
+// It may be stopped, and wake up to write what nobody wants any more: until the endpoint that it knows is gone. Not so
+// of one that is heard, or has said farewell.
+bool ContextState::lost(std::uint32_t rank, TimeNs now) const {
+    const PeerState seen = liveness->state(rank);
+    if (seen == PeerState::left) return false;
+    if (seen != PeerState::watched || quarantined(rank)) return true;
+    return liveness->pulse(rank, now).age_ns > beats_missed * options.heartbeat_ns;
 }
 
 bool ContextState::quarantined(std::uint32_t rank) const {
@@ -34,8 +44,12 @@ void ContextState::begin_replacement(TimeNs now) {
     const ControlResult result = provider->open_replacement(endpoint, fresh);
     if (!result.ok()) return fail_replacement(result.message, now);
     std::vector<PeerId> told;
-    for (std::uint32_t rank = 0; rank < options.size; ++rank)
-        if (live(rank)) told.push_back(PeerId{rank});
+    replacement.told.assign(options.size, false);
+    for (std::uint32_t rank = 0; rank < options.size; ++rank) {
+        if (!live(rank)) continue;
+        told.push_back(PeerId{rank});
+        replacement.told[rank] = true;
+    }
     engine->replace_endpoint(endpoint, fresh);
     replacement.phase = Replacement::Phase::moving;
     replacement.old_endpoint = endpoint;
@@ -79,6 +93,7 @@ bool ContextState::advance_replacement(TimeNs now) {
     replacement.phase = Replacement::Phase::none;
     engine->on_endpoint_closed(replacement.old_endpoint, now);
     ++counters.endpoints_replaced;
+    ++replacement.closed;
     return true;
 }
 

@@ -133,6 +133,7 @@ Engine::Submitted Context::submit_held(std::uint32_t rank, std::span<const Chunk
 Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
                                   std::span<const ControlSpec> controls, Level level, TimeNs until_ns) {
     ContextState& state = *state_;
+    if (state.liveness->has_left(rank)) return {Status::peer_dead, {}};
     while (true) {
         const std::uint32_t seen = doorbell().seen();
         bool moved = false;
@@ -176,6 +177,11 @@ void Context::fail_full(std::uint32_t rank, std::int64_t timeout_ms) {
 void Context::fail_submit(std::uint32_t rank, Status status) const {
     const std::string to = "rank " + std::to_string(rank);
     if (status == Status::peer_dead) {
+        if (state_->liveness->state(rank) == PeerState::left)
+            throw Failure(FailureKind::peer,
+                          "rank " + std::to_string(this->rank()) + ", submitting to " + to + ": " + to +
+                              " has left: it closed its endpoint, and takes nothing any more",
+                          static_cast<std::int32_t>(rank));
         const auto fault = state_->liveness->fault();
         raise_fault(fault ? *fault : Fault{rank, -1, "the engine holds it dead"}, "submitting to " + to);
     }

@@ -68,8 +68,10 @@ enum class Life : std::uint8_t { open = 0, closing, closed };
 struct Replacement {
     enum class Phase : std::uint8_t { none = 0, moving };
     Phase phase = Phase::none;
-    bool wanted = false;  // a peer is being removed whose work does not end
+    bool wanted = false;  // a peer is being removed that may still write here, or whose work does not end
     EndpointId old_endpoint;
+    std::vector<bool> told;    // by rank: it goes on with the new one
+    std::uint64_t closed = 0;  // old endpoints, ever
     TimeNs since_ns = 0;
     TimeNs next_try_ns = 0;
     std::string failure;  // of the last try
@@ -168,6 +170,7 @@ struct ContextState {
     void fail_replacement(const std::string& why, TimeNs now);
     void look_after_unmoved(TimeNs now);
     bool live(std::uint32_t rank) const;
+    bool lost(std::uint32_t rank, TimeNs now) const;
     bool quarantined(std::uint32_t rank) const;
 
     // ---- any thread

@@ -14,13 +14,14 @@ constexpr TimeNs first_heartbeat_factor = 6;
 
 // The whole life of a peer, from here. Returns false where the table has no such step, and then nothing changes.
 bool move(PeerState& state, PeerState next) {
-    static constexpr bool allowed[5][5] = {
-        // to:   absent watched suspected dead left
-        /*absent*/ {true, true, false, true, false},
-        /*watched*/ {true, true, true, true, true},
-        /*suspected*/ {true, false, true, true, true},
-        /*dead*/ {true, false, false, false, false},
-        /*left*/ {true, false, false, false, false},
+    static constexpr bool allowed[6][6] = {
+        // to:   absent watched suspected dead left removed
+        /*absent*/ {true, true, false, true, false, true},
+        /*watched*/ {false, true, true, true, true, true},
+        /*suspected*/ {false, false, true, true, true, true},
+        /*dead*/ {false, false, false, false, false, true},
+        /*left*/ {false, false, false, false, false, true},
+        /*removed*/ {false, true, false, false, false, true},
     };
     if (!allowed[static_cast<int>(state)][static_cast<int>(next)]) return false;
     state = next;
@@ -42,11 +43,14 @@ void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, TimeNs no
     const int fd = options_.use_pidfd && rank != options_.rank ? open_pidfd(process, gone) : -1;
     const std::lock_guard lock(mutex_);
     Peer& peer = peers_[rank];
-    if (rank == options_.rank || peer.state != PeerState::absent) {
+    if (rank == options_.rank || (peer.state != PeerState::absent && peer.state != PeerState::removed)) {
         Descriptor unused(fd);
         return;
     }
     move(peer.state, PeerState::watched);
+    for (std::uint32_t other = 0; other < peers_.size(); ++other)
+        if (mine_.pulse(other).verdict.load(std::memory_order_acquire) == rank + 1)
+            peers_[other].old_verdict = rank + 1;
     peer.pidfd = Descriptor(fd);
     peer.last_heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
     peer.changed_ns = peer.heard_ns = now;
@@ -59,10 +63,16 @@ void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, TimeNs no
 
 void Liveness::remove(std::uint32_t rank) {
     const std::lock_guard lock(mutex_);
+    const bool fenced = peers_[rank].fenced;
     peers_[rank] = Peer{};
+    peers_[rank].fenced = fenced;
+    move(peers_[rank].state, PeerState::removed);
     if (first_ && first_->rank == rank) first_.reset();
     for (std::uint32_t other = 0; !first_ && other < peers_.size(); ++other)
         if (peers_[other].state == PeerState::dead) first_ = Fault{other, -1, peers_[other].why};
+    // Another one may come back under its name: no word of ours must stand against that.
+    std::uint64_t named = rank + 1;
+    verdict_.compare_exchange_strong(named, first_ ? first_->rank + 1 : 0, std::memory_order_acq_rel);
     has_fault_.store(first_.has_value(), std::memory_order_release);
 }
 
@@ -90,14 +100,16 @@ void Liveness::tick(TimeNs now) {
         if (peer.state == PeerState::suspected) peer.suspected_ns = std::min(now, peer.suspected_ns + excused);
         look_at(rank, peer, now);
     }
-    // Everybody's words before anybody's sentence; one that has left may have said why before.
+    // Everybody's words before anybody's sentence; one that has left may have said why before. What a dead one says
+    // after its sentence is said by one that was stopped, and is waking up into a world that went on.
     for (std::uint32_t rank = 0; rank < peers_.size(); ++rank)
-        if (peers_[rank].state != PeerState::absent) heed_verdict_of(rank);
+        if (open(peers_[rank]) || peers_[rank].state == PeerState::left) heed_verdict_of(rank);
     for (std::uint32_t rank = 0; rank < peers_.size(); ++rank)
         if (open(peers_[rank])) decide(rank, peers_[rank], now);
 }
 
 void Liveness::hear(std::uint32_t rank, Peer& peer, TimeNs now) {
+    if (mine_.pulse(rank).verdict.load(std::memory_order_acquire) != peer.old_verdict) peer.old_verdict = 0;
     const std::uint64_t heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
     if (heartbeat == peer.last_heartbeat) return;
     peer.last_heartbeat = heartbeat;
@@ -123,25 +135,38 @@ void Liveness::look_at(std::uint32_t rank, Peer& peer, TimeNs now) {
                        now, peer.heard_ns);
 }
 
+// Whom it holds dead, if that counts. It does not where the accused has removed the accuser: that one was stopped, woke
+// up, and found the accused's endpoint gone.
+std::optional<std::uint32_t> Liveness::verdict_of(std::uint32_t messenger) const {
+    const std::uint64_t verdict = mine_.pulse(messenger).verdict.load(std::memory_order_acquire);
+    if (verdict == 0 || verdict > peers_.size() || verdict - 1 == messenger) return std::nullopt;
+    if (verdict == peers_[messenger].old_verdict) return std::nullopt;
+    const auto accused = static_cast<std::uint32_t>(verdict - 1);
+    const std::uint64_t fenced = accused == options_.rank ? fenced_.load(std::memory_order_relaxed)
+                                                          : mine_.pulse(accused).fenced.load(std::memory_order_acquire);
+    if ((fenced >> (messenger % 64) & 1) != 0) return std::nullopt;
+    return accused;
+}
+
 // Whom the accused itself holds dead, and so on: who accuses another one is a messenger, however the word came here.
 std::uint32_t Liveness::root_of(std::uint32_t accused) const {
     std::uint32_t root = accused;
     for (std::size_t step = 0; step < peers_.size(); ++step) {
         if (root == options_.rank) return root;
-        const std::uint64_t verdict = mine_.pulse(root).verdict.load(std::memory_order_acquire);
-        if (verdict == 0 || verdict > peers_.size() || verdict - 1 == root) return root;
-        root = static_cast<std::uint32_t>(verdict - 1);
+        const std::optional<std::uint32_t> next = verdict_of(root);
+        if (!next) return root;
+        root = *next;
     }
     return accused;  // they accuse each other
 }
 
 void Liveness::heed_verdict_of(std::uint32_t messenger) {
-    const std::uint64_t verdict = mine_.pulse(messenger).verdict.load(std::memory_order_acquire);
-    if (verdict == 0 || verdict > peers_.size() || verdict - 1 == messenger) return;
-    const std::uint32_t accused = root_of(static_cast<std::uint32_t>(verdict - 1));
+    const std::optional<std::uint32_t> named = verdict_of(messenger);
+    if (!named) return;
+    const std::uint32_t accused = root_of(*named);
     if (accused == messenger) return;
     const PeerState state = peers_[accused].state;
-    if (accused != options_.rank && (state == PeerState::dead || state == PeerState::left)) return;
+    if (accused != options_.rank && state >= PeerState::dead) return;  // known, or of a process that was
     if (first_ && first_->rank == accused) return;
     declare_dead(accused, static_cast<std::int32_t>(messenger),
                  "rank " + std::to_string(messenger) + " declared it dead");
@@ -175,14 +200,13 @@ bool Liveness::undecided(std::uint32_t rank, TimeNs since) const {
 void Liveness::decide(std::uint32_t rank, Peer& peer, TimeNs now) {
     const bool farewell = mine_.pulse(rank).leaving.load(std::memory_order_acquire) != 0;
     if (peer.state != PeerState::suspected) {
-        if (farewell) move(peer.state, PeerState::left);
+        if (farewell && move(peer.state, PeerState::left)) any_left_.store(true, std::memory_order_relaxed);
         return;
     }
     // It ended because it had seen another one die, and has said so: the other is at fault, and is already declared.
-    const std::uint64_t verdict = mine_.pulse(rank).verdict.load(std::memory_order_acquire);
-    const bool messenger = verdict != 0 && verdict <= peers_.size() && verdict - 1 != rank;
-    if (farewell || messenger) {
+    if (farewell || verdict_of(rank)) {
         move(peer.state, PeerState::left);
+        any_left_.store(true, std::memory_order_relaxed);
         will_not_answer(rank);
         return;
     }
@@ -248,7 +272,8 @@ PeerPulse Liveness::pulse(std::uint32_t rank, TimeNs now) const {
     pulse.leaving = block.leaving.load(std::memory_order_acquire) != 0;
     const std::lock_guard lock(mutex_);
     const Peer& peer = peers_[rank];
-    pulse.age_ns = peer.state == PeerState::absent || pulse.heartbeat != peer.last_heartbeat || now < peer.changed_ns
+    pulse.age_ns = peer.state == PeerState::absent || peer.state == PeerState::removed ||
+                           pulse.heartbeat != peer.last_heartbeat || now < peer.changed_ns
                        ? 0
                        : now - peer.changed_ns;
     return pulse;
@@ -296,10 +321,27 @@ void Liveness::publish_leaving() {
     store_to_mapped();
 }
 
+void Liveness::publish_fenced(std::uint32_t rank, bool fenced) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (peers_[rank].fenced == fenced) return;
+        peers_[rank].fenced = fenced;
+        fenced_.store(fenced_word(), std::memory_order_relaxed);
+    }
+    store_to_mapped();
+}
+
+std::uint64_t Liveness::fenced_word() const {
+    std::uint64_t word = 0;
+    for (std::uint32_t rank = 0; rank < peers_.size(); ++rank)
+        if (peers_[rank].fenced) word |= std::uint64_t{1} << (rank % 64);
+    return word;
+}
+
 Liveness::Own Liveness::own() const {
     return {heartbeat_.load(std::memory_order_relaxed), call_sequence_.load(std::memory_order_relaxed),
-            phase_.load(std::memory_order_relaxed), verdict_.load(std::memory_order_relaxed),
-            leaving_.load(std::memory_order_relaxed)};
+            phase_.load(std::memory_order_relaxed),     verdict_.load(std::memory_order_relaxed),
+            leaving_.load(std::memory_order_relaxed),   fenced_.load(std::memory_order_relaxed)};
 }
 
 void Liveness::store_to_mapped() {
@@ -312,7 +354,9 @@ void Liveness::store_to_mapped() {
         block.call_sequence.store(words.call_sequence, std::memory_order_relaxed);
         block.phase.store(words.phase, std::memory_order_relaxed);
         const bool news = block.verdict.load(std::memory_order_relaxed) != words.verdict ||
-                          block.leaving.load(std::memory_order_relaxed) != words.leaving;
+                          block.leaving.load(std::memory_order_relaxed) != words.leaving ||
+                          block.fenced.load(std::memory_order_relaxed) != words.fenced;
+        block.fenced.store(words.fenced, std::memory_order_release);
         block.verdict.store(words.verdict, std::memory_order_release);
         block.leaving.store(words.leaving, std::memory_order_release);
         if (news) Doorbell(peer.theirs.doorbell()).ring();

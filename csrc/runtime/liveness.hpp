@@ -35,9 +35,9 @@ struct PeerPulse {
     bool leaving = false;
 };
 
-// absent → watched → suspected → dead | left; absent again by remove(). One table of transitions: move() in
-// liveness.cpp.
-enum class PeerState : std::uint8_t { absent = 0, watched, suspected, dead, left };
+// absent → watched → suspected → dead | left → removed → watched. One table of transitions: move() in liveness.cpp. Of
+// one that was removed nobody's word counts: it is said of the process that was.
+enum class PeerState : std::uint8_t { absent = 0, watched, suspected, dead, left, removed };
 
 struct LivenessOptions {
     std::uint32_t rank = 0;
@@ -67,6 +67,9 @@ class Liveness {
     std::optional<Fault> fault() const;  // the first decided
     PeerState state(std::uint32_t rank) const;
     bool unreachable(std::uint32_t rank) const;  // dead or left
+    bool has_left(std::uint32_t rank) const {    // cheap while nobody has
+        return any_left_.load(std::memory_order_relaxed) && state(rank) == PeerState::left;
+    }
     // Somebody else may yet turn out to be the reason for trouble with `rank` seen at `since`: a peer is suspected, or
     // has not been heard since. Ends by itself, in silence_ns + grace_ns and a few ticks.
     bool undecided(std::uint32_t rank, TimeNs since) const;
@@ -79,9 +82,11 @@ class Liveness {
     void publish_call(std::uint64_t sequence, std::uint64_t phase);
     void publish_verdict(std::uint32_t dead_rank);  // the first one stays
     void publish_leaving();
+    // A peer that is being removed because it fell silent: it may wake up and hold me dead. Until it is added again.
+    void publish_fenced(std::uint32_t rank, bool fenced);
     // What the across-host path must have told: absolute values, so that the context can add the difference.
     struct Own {
-        std::uint64_t heartbeat, call_sequence, phase, verdict, leaving;
+        std::uint64_t heartbeat, call_sequence, phase, verdict, leaving, fenced;
     };
     Own own() const;
 
@@ -95,6 +100,8 @@ class Liveness {
         TimeNs heard_ns = 0;    // when its last beat was seen; our own absence changes nothing about it
         TimeNs suspected_ns = 0;
         TimeNs trouble_ns = 0;  // the others must have been heard after this; the last beat where silence was the sign
+        bool fenced = false;    // by us
+        std::uint64_t old_verdict = 0;  // what it said of one that was here before the one that is now: counts no more
         bool final_word = false;  // the process is gone and its stores were visible at once: nothing more can arrive
         std::string why;
     };
@@ -105,11 +112,13 @@ class Liveness {
     bool others_decided(std::uint32_t rank, TimeNs since) const;
     void decide(std::uint32_t rank, Peer& peer, TimeNs now);
     void heed_verdict_of(std::uint32_t messenger);
+    std::optional<std::uint32_t> verdict_of(std::uint32_t messenger) const;
     std::uint32_t root_of(std::uint32_t accused) const;
     void suspect_locked(Peer& peer, const std::string& why, TimeNs now, TimeNs trouble_ns);
     void declare_dead(std::uint32_t rank, std::int32_t told_by, const std::string& why);
     void will_not_answer(std::uint32_t rank);
     void store_to_mapped();
+    std::uint64_t fenced_word() const;
 
     LivenessOptions options_;
     SharedBlock mine_;
@@ -118,9 +127,10 @@ class Liveness {
     std::optional<Fault> first_;
     std::vector<std::uint32_t> deaths_;
     std::atomic<bool> has_fault_{false};
+    std::atomic<bool> any_left_{false};
     std::atomic<bool> deaths_pending_{false};
     std::atomic<std::uint64_t> decided_{0};
-    std::atomic<std::uint64_t> heartbeat_{0}, call_sequence_{0}, phase_{0}, verdict_{0}, leaving_{0};
+    std::atomic<std::uint64_t> heartbeat_{0}, call_sequence_{0}, phase_{0}, verdict_{0}, leaving_{0}, fenced_{0};
     TimeNs last_tick_ns_ = 0;
 };
 

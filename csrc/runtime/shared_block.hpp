@@ -18,6 +18,7 @@ struct alignas(64) PulseBlock {
     std::atomic<std::uint64_t> phase;
     std::atomic<std::uint64_t> verdict;  // dead rank + 1, 0: none
     std::atomic<std::uint64_t> leaving;
+    std::atomic<std::uint64_t> fenced;  // bit rank % 64: I have removed it, and what it says of me counts for nothing
 };
 static_assert(sizeof(PulseBlock) == 64);
 

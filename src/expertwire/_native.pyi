@@ -452,6 +452,21 @@ class LivenessProbe:
     def say(self, rank: int, verdict: int | None = None, leaving: bool = False) -> None:
         """Words of that rank arrive."""
 
+    def fences(self, rank: int, whom: int) -> None:
+        """The word of that rank that it has removed another."""
+
+    def take_back(self, rank: int) -> None:
+        """The verdict of that rank is no more."""
+
+    def own_verdict(self) -> int:
+        """What this rank says: 0, or the dead rank + 1."""
+
+    def add(self, rank: int, now_ms: int) -> None:
+        """A new process under the name of a removed rank."""
+
+    def remove(self, rank: int) -> None:
+        """Remove that rank here, as one that fell silent."""
+
     def lose_connection(self, rank: int, now_ms: int) -> None:
         """The provider reports that rank unreachable."""
 

@@ -107,8 +107,9 @@ class Rank:
 class Group:
     """Connected ranks."""
 
-    def __init__(self, members: list[Rank]) -> None:
+    def __init__(self, members: list[Rank], given: tuple[Settings, bool, dict[str, Any]]) -> None:
         self.members = members
+        self.given = given
 
     def __getitem__(self, rank: int) -> Rank:
         return self.members[rank]
@@ -118,6 +119,45 @@ class Group:
         for member in self.members:
             member.ask(body, *arguments)
         return [member.answer() for member in self.members]
+
+    def restart(self, rank: int) -> None:
+        """The process of this rank is ended, however it is; a new one under its name is connected to the others, who removed it before."""
+        old = self.members[rank]
+        old.process.kill()
+        old.process.join(10)
+        old.connection.close()
+        fresh = start(rank, len(self.members), *self.given)
+        self.members[rank] = fresh
+        blob = fresh.connection.recv()
+        others = [member for member in self.members if member is not fresh]
+        blobs = {member.rank: (member.pid, member.descriptors, member.call(blob_of)) for member in others}
+        fresh.connection.send([blobs.get(each, (0, {}, b"")) for each in range(len(self.members))])
+        assert fresh.connection.recv() == "mapped"
+        for member in others:
+            member.call(add_peer, rank, blob)
+        fresh.connection.send(None)
+
+
+def blob_of(endpoint: Any) -> bytes:
+    return bytes(endpoint.blob())
+
+
+def add_peer(endpoint: Any, rank: int, blob: bytes) -> None:
+    endpoint.add_peer(rank, blob)
+
+
+def start(rank: int, size: int, settings: Settings, share: bool, arguments: dict[str, Any]) -> Rank:
+    """A process that has opened its endpoint and is about to send its blob."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "expertwire.fabric.native", "expertwire.fabric.endpoint"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, rank, size, settings, arguments, share), daemon=True)
+    process.start()
+    theirs.close()
+    member = Rank(process, ours, rank)
+    assert ours.poll(ANSWER_S), f"rank {rank} did not start"
+    member.pid, member.descriptors = ours.recv()
+    return member
 
 
 @contextmanager
@@ -143,7 +183,7 @@ def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: An
             if word is not None:
                 for member in members:
                     assert member.connection.recv() == "mapped"
-        yield Group(members)
+        yield Group(members, (settings, share, arguments))
     finally:
         for member in members:
             if member.process.is_alive():

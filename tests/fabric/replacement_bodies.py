@@ -149,3 +149,73 @@ def fault_of(endpoint: Endpoint) -> tuple[int, str] | None:
 
 def counts(endpoint: Endpoint) -> dict[str, int]:
     return dict(endpoint.native.statistics())
+
+
+def pulses_age_ms(endpoint: Endpoint, peer: int) -> float:
+    return float(endpoint.native.pulse(peer)[3]) / 1e6
+
+
+def await_silence(endpoint: Endpoint, peer: int, ms: float) -> None:
+    wait_until(endpoint, lambda: pulses_age_ms(endpoint, peer) > ms, f"{ms} ms without a beat of rank {peer}")
+
+
+def write_until_refused(endpoint: Endpoint, peer: int) -> str:
+    """Writes to a peer until a write fails, then accuses it before all others. The error."""
+    region = data(endpoint)
+    region.numpy("uint64", (512,))[:] = 0xDEAD
+    error = ""
+    while not error:
+        try:
+            endpoint.write(peer, region, "data", 4096, remote_offset=INBOX, signal=Signal(1, 8 * ARRIVED)).wait(20_000)
+        except ExpertwireError as problem:
+            error = type(problem).__name__
+    endpoint.native.publish_verdict(peer)
+    return error
+
+
+def wait_for_count(endpoint: Endpoint, at_least: int) -> None:
+    wait_until(endpoint, lambda: counter(endpoint, ARRIVED) >= at_least, f"count {at_least}")
+
+
+def clear_inbox(endpoint: Endpoint) -> int:
+    """Rank 0 has removed the writer: nothing of it arrives from here on. The count that it had reached."""
+    data(endpoint).numpy("uint8", (4096,), INBOX)[:] = 0
+    return counter(endpoint, ARRIVED)
+
+
+def inbox(endpoint: Endpoint) -> tuple[int, int]:
+    """(bytes that are not zero, count)"""
+    return int(data(endpoint).numpy("uint8", (4096,), INBOX).astype(bool).sum()), counter(endpoint, ARRIVED)
+
+
+def watch_for_faults(endpoint: Endpoint, seconds: float) -> tuple[int, str] | None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and endpoint.fault() is None:
+        endpoint.native.doorbell_wait(endpoint.native.doorbell_seen(), 20)
+    return endpoint.fault()
+
+
+def barrier_with_all(endpoint: Endpoint) -> None:
+    endpoint.barrier(20_000)
+
+
+def submit_error(endpoint: Endpoint, peer: int) -> str:
+    """What a submission says once the peer's farewell has been seen."""
+    text = ""
+
+    def refused() -> bool:
+        nonlocal text
+        try:
+            endpoint.signal(peer, 1, 8 * 5)
+        except ExpertwireError as error:
+            text = str(error)
+        else:
+            endpoint.native.doorbell_wait(endpoint.native.doorbell_seen(), 20)
+        return bool(text)
+
+    wait_until(endpoint, refused, f"the refusal of work for rank {peer}")
+    return text
+
+
+def close_endpoint(endpoint: Endpoint) -> None:
+    endpoint.close()

@@ -175,3 +175,58 @@ def test_a_thousand_ways_to_leave_name_the_dead_rank() -> None:
         dead = 1 + seed % 5
         named, story = scramble(seed, [dead])
         assert named == dead, f"seed {seed}: {named} was named; {story}"
+
+
+def test_what_a_removed_rank_says_of_who_removed_it_counts_for_nothing() -> None:
+    """It was stopped; rank 1 removed it and said so; it wakes up, finds rank 1's endpoint gone, and holds rank 1 dead."""
+    watch = Watch(4)
+    watch.probe.fences(1, 3)
+    watch.probe.say(3, 1, False)
+    watch.until(watch.now_ms + 3000)
+    assert watch.probe.fault() is None
+    watch.probe.say(2, 3, False)  # who holds rank 3 dead names rank 3, and not whom rank 3 names
+    assert watch.named(watch.now_ms)[:2] == (3, 2)
+
+
+def test_one_that_is_held_dead_has_no_say_any_more() -> None:
+    watch = Watch(4)
+    watch.ends(3)
+    watch.named(3000)
+    watch.probe.say(3, 1, False)
+    watch.until(watch.now_ms + 3000)
+    assert [watch.probe.state(rank) for rank in (1, 2, 3)] == ["watched", "watched", "dead"]
+    watch.probe.remove(3)
+    watch.until(watch.now_ms + 3000)
+    assert watch.probe.fault() is None
+
+
+def test_who_was_removed_here_cannot_hold_this_rank_dead() -> None:
+    """Rank 1 has not removed it, and blames it for the trouble that it sees: that is no trouble of ours."""
+    watch = Watch(4)
+    watch.probe.remove(3)
+    watch.probe.say(3, 0, False)
+    watch.probe.say(1, 3, False)
+    watch.until(watch.now_ms + 3000)
+    fault = watch.probe.fault()
+    assert fault is None or fault[0] != 0
+
+
+def test_who_comes_back_under_its_name_is_not_held_dead_for_the_one_before() -> None:
+    """Rank 1 has not yet taken back what it said of the process before; when it says it anew, it counts."""
+    watch = Watch(4)
+    watch.ends(3)
+    watch.probe.say(1, 3, False)
+    watch.named(3000)
+    assert watch.probe.own_verdict() == 4
+    watch.probe.remove(3)
+    watch.until(watch.now_ms + 3000)
+    assert (watch.probe.own_verdict(), watch.probe.state(3)) == (0, "removed")
+    watch.probe.add(3, watch.now_ms)
+    watch.silent.clear()
+    watch.until(watch.now_ms + 3000)
+    assert (watch.probe.fault(), watch.probe.state(3)) == (None, "watched")
+    watch.probe.take_back(1)
+    watch.until(watch.now_ms + 3000)
+    assert watch.probe.fault() is None
+    watch.probe.say(1, 3, False)
+    assert watch.named(watch.now_ms)[:2] == (3, 1)

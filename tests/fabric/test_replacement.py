@@ -84,3 +84,70 @@ def test_too_much_quarantined_work_replaces_the_endpoint_by_itself() -> None:
             group[0].call(bodies.remove, 2)
             group[0].call(bodies.close_stuck)
         both(group, bodies.exchange_rounds, 60, 110)
+
+
+def test_one_that_was_removed_and_wakes_writes_nothing_that_anybody_reads() -> None:
+    """It was stopped while it wrote to rank 0, which had nothing on its way to it; only rank 0 has removed it.
+
+    So its endpoint at rank 0 is gone when it wakes up; what it says of rank 0 to rank 1, who still listens to it, counts for nothing.
+    """
+    with ranks(3, SETTINGS, heartbeat_ms=200, silence_ms=60_000) as group:
+        both(group, bodies.exchange_rounds, 0, 5)
+        group[2].ask(bodies.write_until_refused, 0)
+        group[0].call(bodies.wait_for_count, 5 * bodies.PARTS + 20)
+        with stopped(group, 2):
+            group[0].call(bodies.await_silence, 2, 1200)
+            group[0].call(bodies.remove, 2)
+            assert group[0].call(bodies.counts)["endpoints_replaced"] == 1
+            reached = group[0].call(bodies.clear_inbox)
+        assert group[2].answer() in ("PeerError", "TransferError")  # the connection broke, or its write's hard deadline had passed
+        assert group[0].call(bodies.inbox) == (0, reached)
+        assert [group[rank].call(bodies.watch_for_faults, 1.0) for rank in (0, 1)] == [None, None]
+
+
+def test_a_rank_that_died_comes_back_under_its_name() -> None:
+    """Twice: a new process, a new incarnation, with blobs that were made after the survivors' endpoints were replaced."""
+    with ranks(3, SETTINGS) as group:
+        group.all(bodies.barrier_with_all)
+        both(group, bodies.exchange_rounds, 0, 5)
+        last = 5
+        for number in (1, 2):
+            group[2].call(bodies.connect, 0)
+            os.kill(group[2].pid, signal.SIGKILL)
+            for rank in (0, 1):
+                assert group[rank].call(common.await_fault, 10_000)[0] == 2
+            for rank in (0, 1):
+                group[rank].ask(bodies.remove, 2)
+            for rank in (0, 1):
+                group[rank].answer()
+                assert group[rank].call(bodies.counts)["endpoints_replaced"] == number
+            group.restart(2)
+            for rank in (0, 1):
+                group[2].call(bodies.connect, rank)
+                group[rank].call(bodies.connect, 2)
+            both(group, bodies.exchange_rounds, last, last + 20)
+            last += 20
+            group.all(bodies.barrier_with_all)
+            assert group.all(bodies.fault_of) == [None] * 3
+
+
+def test_who_left_is_not_called_dead() -> None:
+    with ranks(2, TCP) as group:
+        both(group, bodies.exchange_rounds, 0, 2)
+        group[1].call(bodies.close_endpoint)
+        assert "rank 1 has left" in group[0].call(bodies.submit_error, 1)
+        group[0].call(bodies.remove, 1)
+        assert group[0].call(bodies.counts)["endpoints_replaced"] == 0, "one that said farewell needs no fence"
+
+
+def test_local_needs_no_replacement() -> None:
+    """What is posted there has landed when post() returns: nothing of a stopped peer's is ever stuck."""
+    local = dataclasses.replace(SETTINGS, provider="local")
+    with ranks(2, local, heartbeat_ms=100) as group:
+        both(group, bodies.exchange_rounds, 0, 2)
+        with stopped(group, 1):
+            group[0].call(bodies.post_stuck, 1, 8)
+            group[0].call(bodies.await_silence, 1, 700)
+            group[0].call(bodies.remove, 1)
+            counts = group[0].call(bodies.counts)
+            assert counts["endpoints_replaced"] == counts["replacements_failed"] == 0
