@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from fabric import bodies as common
 from fabric import replacement_bodies as bodies
@@ -19,7 +21,12 @@ SETTINGS = dataclasses.replace(TCP, timeout_ms=1000, hard_timeout_ms=HARD_MS, ma
 
 @contextmanager
 def stopped(group: Group, rank: int) -> Iterator[None]:
+    """From here on: the kernel stops each thread when it next looks, and one that runs answers what is written to it until then."""
     os.kill(group[rank].pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while not all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in Path(f"/proc/{group[rank].pid}/task").glob("*/stat")):
+        assert time.monotonic() < deadline, f"rank {rank} has not stopped"
+        time.sleep(0.001)
     try:
         yield
     finally:
