@@ -33,14 +33,18 @@ def stopped(group: Group, rank: int) -> Iterator[None]:
 @BOTH
 def test_quiet(settings: Settings) -> None:
     with ranks(2, settings, lanes=quiet_bodies.LANES) as pair:
-        statuses, before, queued = pair[0].call(quiet_bodies.quiet_covers_all_kinds, 1, COUNT)
-        assert statuses == {"OK"}
-        if settings.provider != "local":  # there a post has often landed when it returns
-            assert queued > 0, "everything had been taken when quiet was called"
+        for again in range(1, 21):
+            statuses, before, queued = pair[0].call(quiet_bodies.quiet_covers_all_kinds, 1, COUNT)
+            assert statuses == {"OK"}
+            assert pair[1].call(bodies.counter, 0) == again * COUNT
+            assert pair[1].call(bodies.counter, 1) == again * (COUNT // 4)
+            assert pair[1].call(bodies.take_notifications, COUNT // 4) == [(0, b"note")] * (COUNT // 4)
+            # With local a post has often landed when it returns, and on a quick machine all may have been taken by the time of the call.
+            if settings.provider == "local" or queued > 0:
+                break
+        else:
+            pytest.fail("everything had been taken each time that quiet was called")
         assert before < COUNT + 3 * (COUNT // 4)
-        assert pair[1].call(bodies.counter, 0) == COUNT
-        assert pair[1].call(bodies.counter, 1) == COUNT // 4
-        assert pair[1].call(bodies.take_notifications, COUNT // 4) == [(0, b"note")] * (COUNT // 4)
         later = pair[0].call(quiet_bodies.quiet_beside_a_stream, 1, 15)
         assert later > 0 or settings.provider == "local", "nothing was submitted while quiet waited"
         assert pair[0].call(quiet_bodies.quiet_in_every_thread, 1, 15) == []
@@ -103,5 +107,8 @@ def test_close_ends_every_wait_of_other_threads(settings: Settings) -> None:
             raised = pair[0].call(quiet_bodies.close_under_waits, 1)
         assert set(raised) == WAITS
         assert "still waits" not in raised.values(), raised
+        gone = raised.pop("submission")
+        # Where the region could be let go of before close (local: copies need no awake peer), it is the region that is gone.
+        assert gone == "StateError" or (gone == "InvalidArgumentError" and raised["deregistration"] == "returned"), (gone, raised)
         assert set(raised.values()) <= {"StateError", "returned"}, raised
-        assert raised["barrier"] == raised["counter"] == raised["submission"] == raised["doorbell"] == "StateError", raised
+        assert raised["barrier"] == raised["counter"] == raised["doorbell"] == "StateError", raised
