@@ -12,7 +12,7 @@ STAMPS := $(VENV)/.stamps
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind==3.1.0" "cmake>=3.18,<5" ninja
-CPP_FILES = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
+CPP_FILES = $(shell find csrc tests benchmarks -name '*.hpp' -o -name '*.cpp')
 # What the installed package is made of. The stubs' own rule compares them with the built modules.
 SOURCES := $(shell find csrc src -type f \( -name '*.hpp' -o -name '*.cpp' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \)) \
 	CMakeLists.txt pyproject.toml README.md LICENSE
@@ -22,7 +22,7 @@ export PIP_NO_INPUT := 1
 
 SEEDS ?= 2000
 
-.PHONY: help demo test sim lint format stubs clean system pytest check-stubs
+.PHONY: help demo test sim lint format stubs sanitize clean system pytest check-stubs
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -63,6 +63,9 @@ stubs: $(STAMPS)/package $(STAMPS)/dev ## write src/expertwire/_native.pyi and _
 	@for module in _native _simulation; do \
 	  $(BIN)/python -m nanobind.stubgen -q -m expertwire.$$module -o src/expertwire/$$module.pyi; \
 	done
+
+sanitize: $(STAMPS)/package $(STAMPS)/dev ## the core under the address, undefined-behaviour and thread sanitizers (SANITIZE="thread" for one)
+	@PYTHON=$(BIN)/python sh tools/sanitize.sh $(SANITIZE)
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
