@@ -21,6 +21,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_NO_INPUT := 1
 
 SEEDS ?= 2000
+# Processes that run tests, a file at a time. More than two cores' worth: much of a test of faults is waiting for a silence to be long enough.
+WORKERS ?= 3
 
 .PHONY: help demo test sim lint format stubs sanitize clean system pytest check-stubs
 
@@ -34,7 +36,7 @@ demo: $(STAMPS)/package ## set up, then one mixture-of-experts layer on eight ra
 test: lint check-stubs pytest ## set up, then everything that must hold: linters, types, stubs, all tests (under 10 minutes on two cores)
 
 pytest: $(STAMPS)/package $(STAMPS)/dev ## the tests alone, against the installed package (PYTEST="-k name" for options)
-	@$(BIN)/python -m pytest $(PYTEST)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
 
 sim: $(STAMPS)/package ## seeds of the simulation on all cores (SEEDS=100000); one that fails prints the command that replays it
 	@$(BIN)/python -m expertwire.testing.sweep --seeds $(SEEDS) $(SIM)

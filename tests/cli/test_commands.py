@@ -133,10 +133,8 @@ def test_the_demo_takes_a_recorded_routing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["text to rows", "ready", "layer"], ids=["before the ranks", "measuring", "one process"])
-def test_ctrl_c_ends_the_demo_cleanly(stage: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_demo_cleanly(stage: str, scratch: Path) -> None:
     """Sent to the whole foreground group, as a terminal does, while the server loads torch, the ranks are at work, or they have ended."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
     demo = subprocess.Popen(
         [sys.executable, "-m", "expertwire.cli", "demo", "--tokens", "64", "--ranks", "4", "--ranks-per-node", "2"],
         stdout=subprocess.PIPE,

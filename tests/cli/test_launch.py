@@ -93,11 +93,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_no_rank_outlives_its_launcher(how: signal.Signals, tmp_path: Path) -> None:
+def test_no_rank_outlives_its_launcher(how: signal.Signals, tmp_path: Path, scratch: Path) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(SCRIPT)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TMPDIR": str(scratch)}
     launcher = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     watch = Watch()
