@@ -154,10 +154,13 @@ class Context {
     bool turn_held(TimeNs budget_ns);  // [token] one turn: poll, step, post; true if anything moved
     bool turn(TimeNs budget_ns);       // [any] the same if the token is free; false: busy elsewhere or nothing moved
     void enter_help();                 // [any] a caller begins to drive progress: the progress thread parks …
-    void leave_help();                 // [any] … and takes over. Leave before sleeping on the doorbell, enter after
-    bool may_spin() const;             // [any] at least as many cores in our cpuset as ranks on this host
-    Doorbell doorbell() const;         // [any] mine: seen(), then flags, then wait()
-    void ring(std::uint32_t rank);     // [any] the doorbell of a mapped rank (mine included); nothing where not mapped
+    // [any] … and takes over: at once where the caller is about to sleep on the doorbell (enter again after it), and
+    // soon after its last turn where it only goes home.
+    enum class Leaving : std::uint8_t { to_sleep = 0, done };
+    void leave_help(Leaving why = Leaving::to_sleep);
+    bool may_spin() const;          // [any] at least as many cores in our cpuset as ranks on this host
+    Doorbell doorbell() const;      // [any] mine: seen(), then flags, then wait()
+    void ring(std::uint32_t rank);  // [any] the doorbell of a mapped rank (mine included); nothing where not mapped
     bool doorbell_slice(std::uint32_t seen, TimeNs until_ns);  // [control] helps once, then sleeps; true: it rang
     bool word_slice(RegionId region, std::uint64_t offset, std::uint64_t at_least,
                     TimeNs until_ns);  // [control] throws

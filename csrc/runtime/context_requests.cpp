@@ -13,6 +13,7 @@ namespace {
 
 constexpr TimeNs caller_turn_ns = 20'000;  // SPEC T13
 constexpr TimeNs spin_ns = 20'000;
+constexpr TimeNs yield_ns = 200'000;  // after that, whoever else can run goes first
 constexpr TimeNs slice_ns = 50'000'000;
 constexpr TimeNs no_thread_sleep_ns = 200'000;  // nobody else makes progress while we sleep
 
@@ -239,7 +240,7 @@ Status Context::cancel(Ticket request) {
 Status Context::wait_slice(Ticket request, TimeNs until_ns) {
     ContextState& state = *state_;
     const Doorbell bell = doorbell();
-    TimeNs spin_until = 0;
+    TimeNs moved_ns = 0;
     enter_help();
     while (true) {
         Status now_is = status(request);
@@ -250,13 +251,10 @@ Status Context::wait_slice(Ticket request, TimeNs until_ns) {
         if (now_is != Status::pending) break;
         const TimeNs now = now_ns();
         if (now >= until_ns) break;
-        if (moved) {
-            spin_until = now + spin_ns;
-            continue;
-        }
-        if (may_spin() && now < spin_until) continue;
-        if (spin_until == 0 && may_spin()) {
-            spin_until = now + spin_ns;
+        if (moved || moved_ns == 0) moved_ns = now;
+        if (moved) continue;
+        if (may_spin() && now - moved_ns < yield_ns) {
+            if (now - moved_ns >= spin_ns) sched_yield();
             continue;
         }
         leave_help();
@@ -269,7 +267,7 @@ Status Context::wait_slice(Ticket request, TimeNs until_ns) {
         }
         enter_help();
     }
-    leave_help();
+    leave_help(Leaving::done);
     return status(request);
 }
 

@@ -43,10 +43,13 @@ void Context::enter_help() {
     state_->helpers.fetch_add(1, std::memory_order_seq_cst);
 }
 
-void Context::leave_help() {
-    state_->last_help_ns.store(0, std::memory_order_relaxed);
+void Context::leave_help(Leaving why) {
+    // Who goes home is often back at once with the next request, and must not find the token taken nor pay for a
+    // wake-up. Where cores are short the thread parks for longer, and is told.
+    const bool quietly = why == Leaving::done && may_spin();
+    state_->last_help_ns.store(quietly ? now_ns() : 0, std::memory_order_relaxed);
     state_->helpers.fetch_sub(1, std::memory_order_seq_cst);
-    state_->thread.unpark();
+    if (!quietly) state_->thread.unpark();
 }
 
 bool Context::may_spin() const {

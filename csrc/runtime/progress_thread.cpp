@@ -18,9 +18,11 @@ namespace expertwire::runtime {
 namespace {
 
 constexpr TimeNs turn_ns = 50'000;          // longer than a caller's: nobody waits for the thread's return
-constexpr TimeNs spin_ns = 20'000;          // after something moved
+constexpr TimeNs spin_ns = 20'000;          // after something moved …
+constexpr TimeNs yield_ns = 200'000;        // … and, in a stream of arrivals, so long with yields
 constexpr TimeNs caller_stays_ns = 50'000;  // SPEC T13: parked for so long after a caller's last turn
-constexpr TimeNs park_ns = 5'000'000;       // a caller inside says when it leaves; this bounds a lost word
+constexpr TimeNs park_most_ns = 1'000'000;  // while callers come back again and again, and do not say that they leave
+constexpr TimeNs park_told_ns = 5'000'000;  // beside a caller that says when it leaves; this bounds a lost word
 constexpr TimeNs tick_ns = 250'000'000;
 constexpr TimeNs busy_sleep_ns = 10'000'000;      // work is in flight and its completion wakes us: only a safety net
 constexpr TimeNs starved_nap_ns = 200'000;        // AGAIN need not end with an event
@@ -95,14 +97,7 @@ void ProgressThread::loop(ContextState& state) {
 
 void ProgressThread::work(ContextState& state) {
     tick_if_due(state);
-    if (park_for_callers(state)) return;
-    if (!state.token.try_take()) {
-        // Somebody is inside; where that is a caller that leaves without a word we look again soon.
-        parked_.store(true, std::memory_order_seq_cst);
-        nap(caller_stays_ns);
-        parked_.store(false, std::memory_order_seq_cst);
-        return;
-    }
+    if (caller_active(state) || !state.token.try_take()) return park(state);
     bool moved = false;
     {
         const TokenReturn back(state.token);
@@ -111,24 +106,29 @@ void ProgressThread::work(ContextState& state) {
     polled_ = true;
     const TimeNs now = now_ns();
     if (moved) last_moved_ns_ = now;
-    if (give_way(state, last_moved_ns_)) return;
+    // Who sleeps for a word that may just have arrived is told first: sleep() rings.
+    if (Doorbell(state.shared.doorbell()).has_waiter()) woken_ = in_stream_ = false;
+    if (std::exchange(woken_, false)) last_moved_ns_ = now;
+    if (give_way(state, now - last_moved_ns_)) return;
     sleep(state);
 }
 
-// A caller drives progress: keep off its core. True: we have parked, look again.
-bool ProgressThread::park_for_callers(ContextState& state) {
-    const auto caller_active = [&] {
-        return state.helpers.load(std::memory_order_seq_cst) > 0 ||
-               now_ns() - state.last_help_ns.load(std::memory_order_relaxed) < caller_stays_ns;
-    };
-    if (!caller_active()) return false;
+bool ProgressThread::caller_active(const ContextState& state) {
+    return state.helpers.load(std::memory_order_seq_cst) > 0 ||
+           now_ns() - state.last_help_ns.load(std::memory_order_relaxed) < caller_stays_ns;
+}
+
+// A caller drives progress: keep off its core, shortly at first, and longer where callers come back again and again:
+// each end of a park takes a core from one of them.
+void ProgressThread::park(ContextState& state) {
     parked_.store(true, std::memory_order_seq_cst);
-    if (state.helpers.load(std::memory_order_seq_cst) > 0)
-        nap(std::min(park_ns, next_tick_ns_ > now_ns() ? next_tick_ns_ - now_ns() : TimeNs{1}));
-    else
-        nap(caller_stays_ns);
+    // Looked at again now that whoever leaves sees that it has to say so.
+    if (!state.spin_allowed && state.helpers.load(std::memory_order_seq_cst) > 0)
+        nap(park_told_ns);
+    else if (caller_active(state) || state.token.held())
+        nap(park_ns_);
     parked_.store(false, std::memory_order_seq_cst);
-    return true;
+    park_ns_ = std::min(2 * park_ns_, park_most_ns);
 }
 
 void ProgressThread::tick_if_due(ContextState& state) {
@@ -147,9 +147,9 @@ void ProgressThread::tick_if_due(ContextState& state) {
 }
 
 // True: do not sleep yet.
-bool ProgressThread::give_way(ContextState& state, TimeNs idle_since) {
-    if (now_ns() - idle_since >= spin_ns) return false;
-    if (!state.spin_allowed) sched_yield();
+bool ProgressThread::give_way(const ContextState& state, TimeNs idle_ns) const {
+    if (idle_ns >= (in_stream_ ? yield_ns : spin_ns)) return false;
+    if (!state.spin_allowed || idle_ns >= spin_ns) sched_yield();
     return true;
 }
 
@@ -170,12 +170,19 @@ void ProgressThread::sleep(ContextState& state) {
     if (starved || !may_sleep) timeout = std::min(timeout, starved_nap_ns);
     if (fd < 0) timeout = std::min(timeout, no_descriptor_nap_ns);
     state.thread_sleeps.fetch_add(1, std::memory_order_relaxed);
+    park_ns_ = caller_stays_ns;
 
     std::vector<pollfd> entries{{event_.get(), POLLIN, 0}};
     if (fd >= 0 && may_sleep) entries.push_back({fd, POLLIN, 0});
     for (const int pidfd : state.liveness->pidfds()) entries.push_back({pidfd, POLLIN, 0});
+    const TimeNs asleep_since = now_ns();
+    in_stream_ = false;
     if (!wait_readable(entries.data(), entries.size(), timeout)) return;
     if (entries.front().revents) drain_event(event_.get());
+    // A peer's writes are no completion here, and yet they come one behind the other: look for the next before
+    // sleeping.
+    woken_ = state.spin_allowed && fd >= 0 && may_sleep && entries[1].revents != 0;
+    in_stream_ = woken_ && now_ns() - asleep_since < yield_ns;
     const std::size_t first_pidfd = fd >= 0 && may_sleep ? 2 : 1;
     for (std::size_t i = first_pidfd; i < entries.size(); ++i)
         if (entries[i].revents) next_tick_ns_ = 0;  // somebody has exited: look now

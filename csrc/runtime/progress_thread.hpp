@@ -32,9 +32,10 @@ class ProgressThread {
   private:
     void loop(ContextState& state);
     void work(ContextState& state);
-    bool park_for_callers(ContextState& state);
+    static bool caller_active(const ContextState& state);
+    void park(ContextState& state);
     void tick_if_due(ContextState& state);
-    bool give_way(ContextState& state, TimeNs idle_since);
+    bool give_way(const ContextState& state, TimeNs idle_ns) const;
     void sleep(ContextState& state);
     void nap(TimeNs timeout_ns);
 
@@ -49,7 +50,10 @@ class ProgressThread {
     TimeNs next_beat_ns_ = 0;
     TimeNs last_moved_ns_ = 0;
     std::uint32_t refused_sleeps_ = 0;
-    bool polled_ = false;  // since the doorbell was last rung
+    TimeNs park_ns_ = 50'000;
+    bool polled_ = false;     // since the doorbell was last rung
+    bool woken_ = false;      // by the provider's descriptor
+    bool in_stream_ = false;  // woken so soon after it fell asleep that the next arrival is near
 };
 
 }  // namespace expertwire::runtime
