@@ -229,6 +229,7 @@ void Engine::on_posted(const PostCommand& command, PostResult result, TimeNs now
         if (!pushed_back_since_take_) round_robin_ = operations_[index].queue_pair;  // it goes first next time
         pushed_back_since_take_ = true;
         pull_back(lane);
+        if (lane.again_since + limits_.hard_timeout_ns <= now) expire_refused(index);
         return;
     }
     if (lane.pushed_back) {

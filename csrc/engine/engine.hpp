@@ -152,10 +152,11 @@ class Engine {
     // No: since it was taken, an AGAIN or a failure on its queue pair has put it back or dropped it. Do not post it.
     bool may_post(const PostCommand& command) const;
     // AGAIN: it, and what was taken behind it on its queue pair, is at the head again, in order.
+    // AGAIN ever since the hard deadline's length before `now`: it fails.
     void on_posted(const PostCommand& command, PostResult result, TimeNs now);
     void on_completion(const Completion& completion, TimeNs now);
-    void step(TimeNs now);  // hard deadlines
-    // When step() next has something to do; nullopt: never, as things are.
+    void step(TimeNs now);  // hard deadlines of what is posted
+    // When a hard deadline is next due, in step() or at an AGAIN; nullopt: never, as things are.
     std::optional<TimeNs> next_deadline() const;
 
     // ---- failures
@@ -273,7 +274,7 @@ class Engine {
     void quarantine_lane(std::uint32_t queue_pair);
     void fail_lane(std::uint32_t queue_pair, Status status, std::int32_t code);
     void expire(std::uint32_t slot, Status status, std::int32_t code);
-    void expire_stuck_head(std::uint32_t queue_pair);
+    void expire_refused(std::uint32_t index);
     void reopen_if_drained(QueuePair& lane);
     void regate(std::uint32_t operation, EndpointId endpoint);
     bool broken(std::uint32_t queue_pair) const;

@@ -209,28 +209,20 @@ void Engine::step(TimeNs now) {
         if (lanes_[i].overdue) quarantine_lane(i);
         lanes_[i].overdue = false;
     }
-    if (lanes_pushed_back_ > 0) {
-        for (std::uint32_t i = 0; i < lanes_used_; ++i) {
-            QueuePair& lane = lanes_[i];
-            if (!lane.pushed_back || lane.again_since + limits_.hard_timeout_ns > now) continue;
-            lane.pushed_back = false;
-            --lanes_pushed_back_;
-            expire_stuck_head(i);
-        }
-    }
     settle();
 }
 
-// The provider has said AGAIN for as long as the hard deadline: what could not be posted fails; the lane goes on.
-void Engine::expire_stuck_head(std::uint32_t queue_pair) {
-    const QueuePair& lane = lanes_[queue_pair];
-    std::uint32_t index = lane.ready_head;
-    if (index == no_index) index = lane.line(LineKind::data).first_unposted;
-    while (index != no_index && operations_[index].request == no_index) index = operations_[index].next_in_line;
-    if (index == no_index) return;
-    const std::uint64_t serial = operations_[index].serial;
-    fail_request(operations_[index].request, Status::timed_out, 0);
-    latch_aborting(queue_pair, serial, Status::timed_out, 0);
+// The provider has said AGAIN for as long as the hard deadline, and now once more: what could not be posted fails; the
+// lane goes on. Never by the clock alone: a process that did not run in between was not refused, it did not ask.
+void Engine::expire_refused(std::uint32_t index) {
+    const Operation& operation = operations_[index];
+    QueuePair& lane = lanes_[operation.queue_pair];
+    lane.pushed_back = false;
+    --lanes_pushed_back_;
+    if (operation.request == no_index) return;
+    fail_request(operation.request, Status::timed_out, 0);
+    latch_aborting(operation.queue_pair, operation.serial, Status::timed_out, 0);
+    settle();
 }
 
 std::optional<TimeNs> Engine::next_deadline() const {

@@ -70,6 +70,7 @@ class EngineSimulation {
         std::vector<Arrival> arrivals;
         std::uint32_t submitted = 0;
         std::uint32_t next_endpoint = 16;
+        std::uint32_t again_turns = 0;  // of its own turns, the last ones in which it was pushed back
         bool frozen = false;
         QuietWatch quiet;
         struct Watch {
@@ -99,6 +100,7 @@ class EngineSimulation {
     void release_lost(std::uint32_t rank);
     void misfortune();
     void schedule_freeze();
+    bool tries_again() const;
     void advance();
     void heal();
     bool submitted_all() const;
@@ -118,8 +120,6 @@ class EngineSimulation {
     std::uint32_t killed_ = 0, frozen_ = 0;
     bool false_verdict_ = false;
     TimeNs healed_at_ = 0;  // 0: not yet
-    bool again_ = false;    // somebody was pushed back in this turn
-    std::uint32_t again_turns_ = 0;
 };
 
 bool EngineSimulation::open_lanes(std::uint32_t rank, std::uint32_t peer) {
@@ -148,7 +148,8 @@ void EngineSimulation::turn(bool submitting) {
 void EngineSimulation::serve(std::uint32_t rank, bool submitting) {
     Member& member = members_[rank];
     if (submitting && member.submitted < plan_.requests && random_.chance(0.4)) submit_one(rank);
-    again_ |= pump(engine(rank), network_.provider(rank), member.arrivals, network_.now(), 2).again > 0;
+    const PumpResult pumped = pump(engine(rank), network_.provider(rank), member.arrivals, network_.now(), 2);
+    member.again_turns = pumped.again > 0 ? member.again_turns + 1 : 0;
     for (const Arrival& arrival : member.arrivals) oracle_.check_notification(rank, arrival);
     member.arrivals.clear();
     look_at_jobs(rank);
@@ -415,15 +416,23 @@ void EngineSimulation::misfortune() {
     }
 }
 
+// Somebody was pushed back in its own last turn, and not for longer than any burst. Who has no turn now still waits for
+// one: the clock must not run to its deadline meanwhile.
+bool EngineSimulation::tries_again() const {
+    for (std::uint32_t rank = 0; rank < plan_.ranks; ++rank) {
+        const std::uint32_t turns = members_[rank].again_turns;
+        if (runs(rank) && turns > 0 && turns <= 100) return true;
+    }
+    return false;
+}
+
 void EngineSimulation::advance() {
-    again_turns_ = again_ ? again_turns_ + 1 : 0;
-    again_ = false;
     if (random_.chance(0.5) && network_.next_event() && *network_.next_event() <= network_.now() + 2'000) {
         network_.run_next();
         return;
     }
     TimeNs next = network_.now() + random_.between(1, 2'000);
-    if (!network_.next_event() && submitted_all() && (again_turns_ == 0 || again_turns_ > 100)) {
+    if (!network_.next_event() && submitted_all() && !tries_again()) {
         // Nothing is on its way, nor tried again in vain for longer than any burst: go to what happens next by the
         // clock.
         std::optional<TimeNs> soonest;

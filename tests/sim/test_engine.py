@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from expertwire.errors import InvalidArgumentError
+from expertwire.testing import sweep
 from expertwire.testing.cluster import RunReport, SimulatedCluster, coverage, kept_mutant, simulation
 from expertwire.testing.faults import NTH_FAULTS, NetworkFaults
 from expertwire.testing.oracle import check_payload, payload, payload_seed
@@ -31,6 +32,11 @@ ENGINE_MUTANTS = (
 def kept_seeds() -> list[int]:
     lines = (line.split("#")[0].split() for line in SEEDS_FILE.read_text().splitlines())
     return [int(words[1]) for words in lines if words and words[0] == "engine"]
+
+
+def kept_nth() -> list[str]:
+    lines = (line.split("#")[0].split() for line in SEEDS_FILE.read_text().splitlines())
+    return [words[1] for words in lines if words and words[0] == "engine-nth"]
 
 
 def fail_with(failed: list[RunReport]) -> None:
@@ -74,6 +80,11 @@ def test_coverage(thousand: list[RunReport], capsys: pytest.CaptureFixture[str])
 def test_seeds_that_failed_once(seed: int) -> None:
     report = SimulatedCluster().run(seed)
     assert report.passed, f"{report.failure}; replay: {report.replay_command()}"
+
+
+@pytest.mark.parametrize("nth", kept_nth())
+def test_nth_operations_that_failed_once(nth: str) -> None:
+    assert sweep.main(["--replay", f"engine-nth:{nth}"]) == 0
 
 
 def test_same_seed_same_trace(thousand: list[RunReport]) -> None:

@@ -299,11 +299,27 @@ def test_again_for_ever_meets_the_hard_deadline() -> None:
     _, stuck = engine.submit(0, [0])
     assert engine.post(64, ["again"]) == []
     engine.advance(HARD)
+    assert engine.status(stuck) == "pending"
+    assert engine.post(64, ["again"]) == []
     assert engine.status(stuck) == "timed_out"
     _, after = engine.submit(0, [0])
     (ticket,) = tickets(engine.post())
     engine.complete(ticket)
     assert engine.status(after) == "ok"
+
+
+def test_one_again_and_a_long_sleep_is_no_deadline() -> None:
+    """A process that did not run was not refused: it asks once more before a request fails."""
+    engine = probe(outstanding_max=2, peers=2, lanes=1)
+    _, request = engine.submit(0, [0])
+    assert engine.post(64, ["again"]) == []
+    engine.advance(3 * HARD)
+    assert engine.status(request) == "pending"
+    (ticket,) = tickets(engine.post())
+    engine.complete(ticket)
+    assert engine.status(request) == "ok"
+    assert engine.idle()
+    check(engine)
 
 
 STEPS = st.lists(
