@@ -82,6 +82,12 @@ void forget_peer(ContextState& state, std::uint32_t rank) {
     peer.blob.regions.clear();
     if (peer.pulse_request.valid()) state.give_up(peer.pulse_request);
     peer.pulse_request = {};
+    if (peer.barrier_request.valid()) state.give_up(peer.barrier_request);
+    peer.barrier_request = {};
+    // Who comes next under this rank hears of the next barrier only: it may not know us yet, and a word that it drops
+    // would count as told.
+    peer.barrier_tried = true;
+    peer.barrier_lanes = lanes_broken;
 }
 
 }  // namespace

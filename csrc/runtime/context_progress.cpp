@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::size_t reaped_per_turn = 64;
 constexpr std::size_t arrivals_max = 65'536;
+constexpr TimeNs barrier_retry_ns = 10'000'000;
 
 // The provider as pump() sees it: passes everything through, and notes which peer an error was about.
 class Observed {
@@ -35,10 +36,20 @@ class Observed {
         const PostResult result = state_.provider->post(command);
         if (result.outcome == PostOutcome::failed)
             state_.note_peer_error(command.peer.value, result.status, result.code, "a post", now_);
+        if (result.outcome == PostOutcome::posted && command.kind == OpKind::signal) note_barrier(command);
         return result;
     }
 
   private:
+    // From here on it may arrive, however its request ends: it must not be added again.
+    void note_barrier(const PostCommand& command) {
+        PeerRecord& peer = state_.peers[command.peer.value];
+        if (command.remote != peer.remote_runtime ||
+            command.remote_offset != state_.shared_layout.barrier_offset(state_.options.rank))
+            return;
+        peer.barrier_told += command.operand;
+    }
+
     ContextState& state_;
     TimeNs now_;
 };
@@ -56,6 +67,7 @@ bool ContextState::turn(TimeNs budget_ns) {
     reap(now);
     moved = advance_replacement(now);
     if (broadcast_pulse.exchange(false, std::memory_order_acq_rel)) send_pulses(now);
+    if (barriers_due && now >= next_barriers_ns) send_barriers(now);
     while (true) {
         Observed observed(*this, now);
         const PumpResult result = pump(*engine, observed, arrivals_scratch, now, 1);
@@ -236,6 +248,62 @@ void ContextState::send_pulses(TimeNs now) {
         peer.pulse_request = submitted.request;
         ++counters.pulses_sent;
     }
+}
+
+// Of the lanes that users' work takes; lanes_broken: one of them has failed work on it.
+std::uint64_t ContextState::lane_generations(std::uint32_t rank) const {
+    std::uint64_t sum = 0;
+    for (std::uint32_t lane = 0; lane < options.lanes; ++lane) {
+        const QueuePairView view = engine->view(peers[rank].lanes[lane]);
+        if (view.state != LaneState::open) return lanes_broken;
+        sum += view.generation;
+    }
+    return sum;
+}
+
+// A word that was not posted is sent again, also after the barrier's caller has gone: a beat that passes its hard
+// deadline, as where a connection takes longer than that, fails what stands behind it on the lane, and who waits for
+// the word learns of our arrival in no other way. Not where work of users failed since the barrier began: the word
+// says that all of it has arrived.
+bool ContextState::send_barriers(TimeNs now) {
+    bool taken = true;
+    barriers_due = false;
+    for (std::uint32_t rank = 0; rank < options.size; ++rank) taken = send_barrier(rank, now) && taken;
+    next_barriers_ns = now + barrier_retry_ns;
+    return taken;
+}
+
+// False: it waits for room.
+bool ContextState::send_barrier(std::uint32_t rank, TimeNs now) {
+    PeerRecord& peer = peers[rank];
+    if (rank == options.rank || !peer.added.load(std::memory_order_acquire) || peer.shared.present()) return true;
+    if (peer.barrier_request.valid()) {
+        if (engine->status(peer.barrier_request) == Status::pending) {
+            barriers_due = true;
+            return peer.barrier_asked >= barrier_target || engine->view(peer.lanes.back()).state != LaneState::open;
+        }
+        give_up(peer.barrier_request);
+        peer.barrier_request = {};
+    }
+    if (peer.barrier_told >= barrier_target || liveness->unreachable(rank)) return true;
+    if (peer.barrier_tried && (peer.barrier_lanes == lanes_broken || lane_generations(rank) != peer.barrier_lanes))
+        return true;
+    barriers_due = true;
+    ControlSpec spec;
+    spec.kind = OpKind::signal;
+    spec.scope = Scope::peer;  // behind everything that went to this peer before
+    spec.queue_pair = peer.lanes.back();
+    spec.remote = peer.remote_runtime;
+    spec.remote_offset = shared_layout.barrier_offset(options.rank);
+    spec.operand = barrier_target - peer.barrier_told;
+    const Engine::Submitted submitted = submit(rank, {}, {&spec, 1}, Level::delivered, now);
+    if (submitted.status == Status::would_block) return false;
+    peer.barrier_tried = true;  // or the lane holds an error: it is open again once that has ended
+    if (submitted.status == Status::ok) {
+        peer.barrier_request = submitted.request;
+        peer.barrier_asked = barrier_target;
+    }
+    return true;
 }
 
 void ContextState::ring_own_if_waiting() {

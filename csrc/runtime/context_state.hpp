@@ -25,6 +25,8 @@
 
 namespace expertwire::runtime {
 
+constexpr std::uint64_t lanes_broken = ~std::uint64_t{0};  // lane_generations(): one has failed work on it
+
 struct RegionRecord {
     std::string name;
     std::byte* address = nullptr;  // null: deregistered
@@ -47,11 +49,15 @@ struct PeerRecord {
     std::vector<QueuePairId> lanes;
     std::map<std::string, RemoteRegionId, std::less<>> remotes;
     std::map<std::string, Mapping, std::less<>> mapped;
-    SharedBlock shared;              // its "runtime" region, where mapped
-    RemoteRegionId remote_runtime;   // the same over the fabric
-    Liveness::Own told{};            // what its pulse block holds of us, by our adds
-    Ticket pulse_request;            // the adds in flight
-    std::uint64_t barrier_told = 0;  // the epoch that its barrier word holds of us
+    SharedBlock shared;               // its "runtime" region, where mapped
+    RemoteRegionId remote_runtime;    // the same over the fabric
+    Liveness::Own told{};             // what its pulse block holds of us, by our adds
+    Ticket pulse_request;             // the adds in flight
+    std::uint64_t barrier_told = 0;   // the epoch that its barrier word will hold of us: the provider has taken that
+    std::uint64_t barrier_asked = 0;  // the same once barrier_request has been posted
+    Ticket barrier_request;           // a word not known to have ended
+    std::uint64_t barrier_lanes = 0;  // lane_generations() when the barrier began
+    bool barrier_tried = false;       // its word was submitted, or refused for good
 };
 
 // What a request keeps until it is released: bytes that the provider may still read.
@@ -145,6 +151,10 @@ struct ContextState {
     std::atomic<bool> broadcast_pulse{false};  // the next turn sends the pulses
     std::atomic<std::uint64_t> thread_sleeps{0}, thread_failures{0};
 
+    std::uint64_t barrier_target = 0;  // under the token: the epoch to be told
+    bool barriers_due = false;         // under the token: words of it may have to be sent, or sent again
+    TimeNs next_barriers_ns = 0;       // under the token
+
     std::mutex barrier_mutex;
     std::atomic<std::uint64_t> barrier_epoch{0};   // the last begun
     std::uint64_t barrier_mark = 0;                // what it orders behind
@@ -162,6 +172,9 @@ struct ContextState {
     void reap(TimeNs now);
     void collect_arrivals();
     void send_pulses(TimeNs now);
+    bool send_barriers(TimeNs now);  // true: every word was taken, or refused for now
+    bool send_barrier(std::uint32_t rank, TimeNs now);
+    std::uint64_t lane_generations(std::uint32_t rank) const;
     bool news_told() const;  // verdict and farewell are with every peer that can be reached
 
     // ---- under the token (context_replace.cpp)

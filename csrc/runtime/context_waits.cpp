@@ -184,37 +184,28 @@ std::uint64_t Context::barrier_begin(TimeNs until_ns) {
         for (std::uint32_t rank = 0; rank < state.options.size; ++rank)
             if (rank != state.options.rank && !state.liveness->unreachable(rank)) state.peer_at(rank);
     }
+    const std::uint64_t epoch = state.barrier_epoch + 1;
     {
         const ControlGuard guard(state);
         state.barrier_mark = state.engine->quiet_mark();
-    }
-    const std::uint64_t epoch = state.barrier_epoch + 1;
-    for (std::uint32_t rank = 0; rank < state.options.size; ++rank) {
-        PeerRecord& peer = state.peers[rank];
-        if (rank == state.options.rank || peer.shared.present() || peer.barrier_told >= epoch) continue;
-        if (state.liveness->unreachable(rank) || !peer.added.load(std::memory_order_acquire)) continue;
-        ControlSpec spec;
-        spec.kind = OpKind::signal;
-        spec.scope = Scope::peer;  // behind everything that went to this peer before
-        spec.queue_pair = peer.lanes.back();
-        spec.remote = peer.remote_runtime;
-        spec.remote_offset = state.shared_layout.barrier_offset(state.options.rank);
-        spec.operand = epoch - peer.barrier_told;
-        Engine::Submitted submitted{Status::would_block, {}};
-        while (submitted.status == Status::would_block) {
-            {
-                const ControlGuard guard(state);
-                submitted = state.submit(rank, {}, {&spec, 1}, Level::delivered, now_ns());
-                state.turn(caller_turn_ns);
-                if (submitted.status == Status::ok) state.give_up(submitted.request);
-            }
-            if (submitted.status == Status::would_block && now_ns() >= until_ns)
-                throw Failure(FailureKind::deadline,
-                              "barrier: the word for " + rank_text(rank) +
-                                  " was not taken before the deadline; the same barrier may be tried again");
+        state.barrier_target = epoch;
+        for (std::uint32_t rank = 0; rank < state.options.size; ++rank) {
+            PeerRecord& peer = state.peers[rank];
+            if (rank == state.options.rank || !peer.added.load(std::memory_order_acquire)) continue;
+            peer.barrier_tried = false;
+            peer.barrier_lanes = state.lane_generations(rank);
         }
-        // A latched error: the peer is in trouble and the slices say so.
-        if (submitted.status == Status::ok) peer.barrier_told = epoch;
+    }
+    for (bool taken = false; !taken;) {
+        {
+            const ControlGuard guard(state);
+            taken = state.send_barriers(now_ns());
+            state.turn(caller_turn_ns);
+        }
+        if (!taken && now_ns() >= until_ns)
+            throw Failure(FailureKind::deadline,
+                          "barrier: the words for the other ranks were not all taken before the deadline; the same "
+                          "barrier may be tried again");
     }
     state.barrier_epoch = epoch;
     return epoch;

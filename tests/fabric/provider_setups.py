@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from expertwire import _native
 from expertwire.fabric import discover
+from expertwire.fabric.config import Settings
 
 
 @dataclass(frozen=True)
@@ -37,3 +39,16 @@ def _setups() -> dict[str, Setup]:
 
 
 SETUPS = _setups()
+
+
+def on_library(settings: Settings, which: str) -> Settings:
+    """These settings with one libfabric: the one that is "chosen" here, or the "system" one. Skips where that is missing or the same."""
+    if which == "chosen":
+        return settings
+    system = _native.library_facts([discover.LIBRARY])
+    if not system["found"] or system["path"] == discover.best_library(settings):
+        pytest.skip("no second libfabric")
+    path = Path(system["path"])
+    if not (path.parent / discover.LIBRARY).exists():
+        pytest.skip(f"{path} is not under its own name")
+    return replace(settings, libfabric_home=str(path.parent))

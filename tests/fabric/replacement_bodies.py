@@ -219,3 +219,10 @@ def submit_error(endpoint: Endpoint, peer: int) -> str:
 
 def close_endpoint(endpoint: Endpoint) -> None:
     endpoint.close()
+
+
+def begin_barrier_in_vain(endpoint: Endpoint) -> None:
+    """Once a beat has passed the hard deadline, so that nothing more leaves over the lane that words of barriers take."""
+    wait_until(endpoint, lambda: endpoint.statistics().slots_quarantined > 0, "the hard deadline of a beat")
+    with pytest.raises(DeadlineError, match="have not arrived"):
+        endpoint.barrier(100)

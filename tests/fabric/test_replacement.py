@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from fabric import bodies as common
 from fabric import replacement_bodies as bodies
+from fabric.provider_setups import on_library
 from fabric.ranks import TCP, Group, ranks
 
 HARD_MS = 1500
 FAILED = {"TIMED_OUT", "ABORTED"}  # itself past the hard deadline, or behind one that was
 SETTINGS = dataclasses.replace(TCP, timeout_ms=1000, hard_timeout_ms=HARD_MS, max_outstanding=64)
+LIBRARIES = pytest.mark.parametrize("library", ["chosen", "system"])
 
 
 @contextmanager
@@ -112,9 +116,10 @@ def test_one_that_was_removed_and_wakes_writes_nothing_that_anybody_reads() -> N
         assert [group[rank].call(bodies.watch_for_faults, 1.0) for rank in (0, 1)] == [None, None]
 
 
-def test_a_rank_that_died_comes_back_under_its_name() -> None:
+@LIBRARIES
+def test_a_rank_that_died_comes_back_under_its_name(library: str) -> None:
     """Twice: a new process, a new incarnation, with blobs that were made after the survivors' endpoints were replaced."""
-    with ranks(3, SETTINGS) as group:
+    with ranks(3, on_library(SETTINGS, library)) as group:
         group.all(bodies.barrier_with_all)
         both(group, bodies.exchange_rounds, 0, 5)
         last = 5
@@ -136,6 +141,18 @@ def test_a_rank_that_died_comes_back_under_its_name() -> None:
             last += 20
             group.all(bodies.barrier_with_all)
             assert group.all(bodies.fault_of) == [None] * 3
+
+
+@LIBRARIES
+def test_a_barrier_is_told_once_the_peer_can_be_reached_again(library: str) -> None:
+    """Its word could not be sent when it began, and nobody calls here any more: the other must not wait for it in vain."""
+    with ranks(2, on_library(SETTINGS, library), heartbeat_ms=100, silence_ms=60_000) as group:
+        group[0].call(bodies.connect, 1)
+        with stopped(group, 1):
+            group[0].call(bodies.begin_barrier_in_vain)
+        group[1].call(bodies.barrier_with_all)
+        both(group, bodies.exchange_rounds, 0, 5)
+        group.all(bodies.barrier_with_all)
 
 
 def test_who_left_is_not_called_dead() -> None:
