@@ -74,8 +74,8 @@ def test_a_killed_rank_is_named_and_the_others_are_ended() -> None:
 
 def test_a_hanging_rank_is_ended_at_the_deadline() -> None:
     watch = Watch()
-    with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] have not returned within 6 s"):
-        launch(targets.hang, (), 2, on_progress=watch, timeout_s=6)
+    with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] have not returned within 15 s"):
+        launch(targets.hang, (), 2, on_progress=watch, timeout_s=15)  # beside other tests, a rank may take seconds to begin
     assert len(watch.descriptors) == 2
     watch.assert_gone()
 
