@@ -14,7 +14,21 @@ namespace {
 
 constexpr std::size_t reaped_per_turn = 64;
 constexpr std::size_t arrivals_max = 65'536;
-constexpr TimeNs barrier_retry_ns = 10'000'000;
+constexpr TimeNs word_retry_ns = 1'000'000;
+
+// In the order in which they are told: whom we have removed before what may be said of us, the farewell last.
+struct PulseWord {
+    std::uint64_t offset;
+    std::uint64_t Liveness::Own::* value;
+};
+constexpr PulseWord pulse_words[] = {
+    {offsetof(PulseBlock, fenced), &Liveness::Own::fenced},
+    {offsetof(PulseBlock, heartbeat), &Liveness::Own::heartbeat},
+    {offsetof(PulseBlock, call_sequence), &Liveness::Own::call_sequence},
+    {offsetof(PulseBlock, phase), &Liveness::Own::phase},
+    {offsetof(PulseBlock, verdict), &Liveness::Own::verdict},
+    {offsetof(PulseBlock, leaving), &Liveness::Own::leaving},
+};
 
 // The provider as pump() sees it: passes everything through, and notes which peer an error was about.
 class Observed {
@@ -36,18 +50,21 @@ class Observed {
         const PostResult result = state_.provider->post(command);
         if (result.outcome == PostOutcome::failed)
             state_.note_peer_error(command.peer.value, result.status, result.code, "a post", now_);
-        if (result.outcome == PostOutcome::posted && command.kind == OpKind::signal) note_barrier(command);
+        if (result.outcome == PostOutcome::posted && command.kind == OpKind::signal) note_word(command);
         return result;
     }
 
   private:
-    // From here on it may arrive, however its request ends: it must not be added again.
-    void note_barrier(const PostCommand& command) {
+    // From here on it may arrive, however its request ends: it must not be added again. What was not posted was not
+    // told.
+    void note_word(const PostCommand& command) {
         PeerRecord& peer = state_.peers[command.peer.value];
-        if (command.remote != peer.remote_runtime ||
-            command.remote_offset != state_.shared_layout.barrier_offset(state_.options.rank))
-            return;
-        peer.barrier_told += command.operand;
+        if (command.remote != peer.remote_runtime) return;
+        const std::uint32_t rank = state_.options.rank;
+        if (command.remote_offset == state_.shared_layout.barrier_offset(rank)) peer.barrier_told += command.operand;
+        const std::uint64_t base = state_.shared_layout.pulse_offset(rank);
+        for (const PulseWord& word : pulse_words)
+            if (command.remote_offset == base + word.offset) peer.told.*word.value += command.operand;
     }
 
     ContextState& state_;
@@ -66,8 +83,10 @@ bool ContextState::turn(TimeNs budget_ns) {
     bool moved = false;
     reap(now);
     moved = advance_replacement(now);
-    if (broadcast_pulse.exchange(false, std::memory_order_acq_rel)) send_pulses(now);
-    if (barriers_due && now >= next_barriers_ns) send_barriers(now);
+    const bool again = (pulses_due || barriers_due) && now >= next_words_ns;
+    if (again) next_words_ns = now + word_retry_ns;
+    if (broadcast_pulse.exchange(false, std::memory_order_acq_rel) || (pulses_due && again)) send_pulses(now);
+    if (barriers_due && again) send_barriers(now);
     while (true) {
         Observed observed(*this, now);
         const PumpResult result = pump(*engine, observed, arrivals_scratch, now, 1);
@@ -209,45 +228,42 @@ bool ContextState::news_told() const {
 // writer).
 void ContextState::send_pulses(TimeNs now) {
     const Liveness::Own own = liveness->own();
+    pulses_due = false;
     for (std::uint32_t rank = 0; rank < options.size; ++rank) {
-        PeerRecord& peer = peers[rank];
+        const PeerRecord& peer = peers[rank];
         if (!peer.added.load(std::memory_order_acquire) || peer.shared.present() || liveness->unreachable(rank))
             continue;
-        if (peer.pulse_request.valid()) {
-            if (engine->status(peer.pulse_request) == Status::pending) {
-                // A beat may be left out, a verdict or a farewell not: behind them the connection may end.
-                if (!holds_news(peer, own)) broadcast_pulse.store(true, std::memory_order_release);
-                continue;
-            }
-            give_up(peer.pulse_request);
-            peer.pulse_request = {};
-        }
-        std::vector<ControlSpec> adds;
-        const std::uint64_t base = shared_layout.pulse_offset(options.rank);
-        const auto add = [&](std::uint64_t offset, std::uint64_t told, std::uint64_t value) {
-            if (told == value) return;
-            ControlSpec spec;
-            spec.kind = OpKind::signal;
-            spec.queue_pair = peer.lanes.back();  // reserved for us: users cannot fill it and silence us
-            spec.remote = peer.remote_runtime;
-            spec.remote_offset = base + offset;
-            spec.operand = value - told;
-            adds.push_back(spec);
-        };
-        add(offsetof(PulseBlock, fenced), peer.told.fenced, own.fenced);
-        add(offsetof(PulseBlock, heartbeat), peer.told.heartbeat, own.heartbeat);
-        add(offsetof(PulseBlock, call_sequence), peer.told.call_sequence, own.call_sequence);
-        add(offsetof(PulseBlock, phase), peer.told.phase, own.phase);
-        add(offsetof(PulseBlock, verdict), peer.told.verdict, own.verdict);
-        add(offsetof(PulseBlock, leaving), peer.told.leaving, own.leaving);
-        if (adds.empty()) continue;
-        const Engine::Submitted submitted = submit(rank, {}, adds, Level::delivered, now);
-        if (submitted.status == Status::would_block) broadcast_pulse.store(true, std::memory_order_release);
-        if (submitted.status != Status::ok) continue;
-        peer.told = own;
-        peer.pulse_request = submitted.request;
-        ++counters.pulses_sent;
+        const bool taken = send_pulse(rank, own, now);
+        // A beat may be left out, a verdict or a farewell not: behind them the connection may end.
+        if (!taken || !holds_news(peer, own)) pulses_due = true;
     }
+}
+
+// False: it waits for room.
+bool ContextState::send_pulse(std::uint32_t rank, const Liveness::Own& own, TimeNs now) {
+    PeerRecord& peer = peers[rank];
+    if (peer.pulse_request.valid()) {
+        if (engine->status(peer.pulse_request) == Status::pending) return true;
+        give_up(peer.pulse_request);
+        peer.pulse_request = {};
+    }
+    std::vector<ControlSpec> adds;
+    for (const PulseWord& word : pulse_words) {
+        if (peer.told.*word.value == own.*word.value) continue;
+        ControlSpec spec;
+        spec.kind = OpKind::signal;
+        spec.queue_pair = peer.lanes.back();  // reserved for us: users cannot fill it and silence us
+        spec.remote = peer.remote_runtime;
+        spec.remote_offset = shared_layout.pulse_offset(options.rank) + word.offset;
+        spec.operand = own.*word.value - peer.told.*word.value;
+        adds.push_back(spec);
+    }
+    if (adds.empty()) return true;
+    const Engine::Submitted submitted = submit(rank, {}, adds, Level::delivered, now);
+    if (submitted.status != Status::ok) return submitted.status != Status::would_block;
+    peer.pulse_request = submitted.request;
+    ++counters.pulses_sent;
+    return true;
 }
 
 // Of the lanes that users' work takes; lanes_broken: one of them has failed work on it.
@@ -269,7 +285,6 @@ bool ContextState::send_barriers(TimeNs now) {
     bool taken = true;
     barriers_due = false;
     for (std::uint32_t rank = 0; rank < options.size; ++rank) taken = send_barrier(rank, now) && taken;
-    next_barriers_ns = now + barrier_retry_ns;
     return taken;
 }
 

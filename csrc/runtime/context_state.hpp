@@ -51,7 +51,7 @@ struct PeerRecord {
     std::map<std::string, Mapping, std::less<>> mapped;
     SharedBlock shared;               // its "runtime" region, where mapped
     RemoteRegionId remote_runtime;    // the same over the fabric
-    Liveness::Own told{};             // what its pulse block holds of us, by our adds
+    Liveness::Own told{};             // what its pulse block will hold of us: the provider has taken the adds
     Ticket pulse_request;             // the adds in flight
     std::uint64_t barrier_told = 0;   // the epoch that its barrier word will hold of us: the provider has taken that
     std::uint64_t barrier_asked = 0;  // the same once barrier_request has been posted
@@ -153,7 +153,8 @@ struct ContextState {
 
     std::uint64_t barrier_target = 0;  // under the token: the epoch to be told
     bool barriers_due = false;         // under the token: words of it may have to be sent, or sent again
-    TimeNs next_barriers_ns = 0;       // under the token
+    bool pulses_due = false;           // under the token: the same of pulses with news, or for which there was no room
+    TimeNs next_words_ns = 0;          // under the token
 
     std::mutex barrier_mutex;
     std::atomic<std::uint64_t> barrier_epoch{0};   // the last begun
@@ -172,6 +173,7 @@ struct ContextState {
     void reap(TimeNs now);
     void collect_arrivals();
     void send_pulses(TimeNs now);
+    bool send_pulse(std::uint32_t rank, const Liveness::Own& own, TimeNs now);
     bool send_barriers(TimeNs now);  // true: every word was taken, or refused for now
     bool send_barrier(std::uint32_t rank, TimeNs now);
     std::uint64_t lane_generations(std::uint32_t rank) const;

@@ -226,3 +226,10 @@ def begin_barrier_in_vain(endpoint: Endpoint) -> None:
     wait_until(endpoint, lambda: endpoint.statistics().slots_quarantined > 0, "the hard deadline of a beat")
     with pytest.raises(DeadlineError, match="have not arrived"):
         endpoint.barrier(100)
+
+
+def publish_call_and_verdict(endpoint: Endpoint, dead: int) -> None:
+    """Two words of one pulse: over a lane of one slot the second stands behind the first, and falls with it at the hard deadline."""
+    endpoint.native.publish_call(7, 1)
+    endpoint.native.publish_verdict(dead)
+    wait_until(endpoint, lambda: endpoint.statistics().slots_quarantined > 0, "the hard deadline of the first word")

@@ -155,6 +155,18 @@ def test_a_barrier_is_told_once_the_peer_can_be_reached_again(library: str) -> N
         group.all(bodies.barrier_with_all)
 
 
+def test_a_verdict_that_was_dropped_before_its_post_is_told_again() -> None:
+    """It stood behind another word to a stopped peer, and fell with it. No beat comes by that would take it along."""
+    settings = dataclasses.replace(SETTINGS, max_outstanding=4)
+    with ranks(3, settings, lanes=3, heartbeat_ms=60_000, silence_ms=600_000) as group:
+        group[0].call(bodies.connect, 1)
+        with stopped(group, 1):
+            group[0].call(bodies.publish_call_and_verdict, 2)
+        fault = group[1].call(common.await_fault, 10_000)
+        assert fault is not None
+        assert fault[:2] == (2, 0)
+
+
 def test_who_left_is_not_called_dead() -> None:
     with ranks(2, TCP) as group:
         both(group, bodies.exchange_rounds, 0, 2)
