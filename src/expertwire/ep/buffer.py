@@ -30,6 +30,7 @@ from expertwire.ep.config import (
 from expertwire.ep.event import EventHandle, EventOverlap
 from expertwire.ep.handle import Handle
 from expertwire.ep.layout import check_node_table
+from expertwire.ep.variants import keywords
 from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, PlannedError, StateError, UnavailableError
 from expertwire.fabric.config import TIMEOUT_MS_MAX
 
@@ -188,6 +189,7 @@ class Buffer:
         return False
 
     @staticmethod
+    @keywords()
     def set_num_sms(new_num_sms: int) -> None:
         """Number of streaming multiprocessors for kernels, even. Sizes the hints of `Config` too."""
         number = require_int("new_num_sms", new_num_sms, 0)
@@ -201,16 +203,19 @@ class Buffer:
         return EventOverlap(EventHandle())
 
     @staticmethod
+    @keywords()
     def get_dispatch_config(num_ranks: int) -> Config:
         """Tuned values for a dispatch among `num_ranks` ranks: the table's entry or the nearest one."""
         return nearest_config(DISPATCH_TABLE, num_ranks, Buffer.num_sms)
 
     @staticmethod
+    @keywords()
     def get_combine_config(num_ranks: int) -> Config:
         """Tuned values for a combine among `num_ranks` ranks: the table's entry or the nearest one."""
         return nearest_config(COMBINE_TABLE, num_ranks, Buffer.num_sms)
 
     @staticmethod
+    @keywords()
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
         """Bytes of `num_rdma_bytes` that the low-latency mode needs."""
         return low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
@@ -281,6 +286,7 @@ class Buffer:
         """The stream that operations run on. Raises `UnavailableError` on CPU: operations run in the caller's thread."""
         raise UnavailableError("this Buffer works on CPU tensors, which have no streams: operations run in the calling thread")
 
+    @keywords()
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | Sequence[int] | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
@@ -310,6 +316,7 @@ class Buffer:
 
     # ---- operations
 
+    @keywords()
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -340,6 +347,7 @@ class Buffer:
             per_rank, per_node, per_expert, in_rank = self.runtime.layout(ids, experts)
         return per_rank, per_node if self.num_nodes > 1 else None, per_expert, in_rank, _event(async_finish)
 
+    @keywords()
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -408,6 +416,7 @@ class Buffer:
             _event(async_finish),
         )
 
+    @keywords()
     def combine(
         self,
         x: torch.Tensor,

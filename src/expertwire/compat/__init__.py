@@ -1,0 +1,1 @@
+"""Names that existing callers import, made of this package's own."""
