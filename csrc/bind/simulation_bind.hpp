@@ -6,6 +6,7 @@
 #include <string>
 
 #include "provider/simulated.hpp"
+#include "rows/rows.hpp"
 
 namespace expertwire {
 
@@ -13,5 +14,7 @@ NthFault nth_named(const std::string& name);  // throws ValueError for what is n
 void bind_engine_simulation(nanobind::module_& module);
 void bind_exchange_simulation(nanobind::module_& module);
 void bind_rails_simulation(nanobind::module_& module);
+void bind_low_latency_simulation(nanobind::module_& module);
+rows::Isa isa_named(const std::string& name);  // baseline, avx2, avx512; throws ValueError for any other
 
 }  // namespace expertwire

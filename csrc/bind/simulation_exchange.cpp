@@ -136,13 +136,6 @@ nb::dict run_timed(const nb::dict& given) {
     return out;
 }
 
-rows::Isa isa_named(const std::string& name) {
-    if (name == "baseline") return rows::Isa::baseline;
-    if (name == "avx2") return rows::Isa::avx2;
-    if (name == "avx512") return rows::Isa::avx512;
-    throw nb::value_error(("no such instruction set: " + name).c_str());
-}
-
 template <class T>
 T* pointer(std::uint64_t address) {
     return reinterpret_cast<T*>(static_cast<std::uintptr_t>(address));
@@ -217,6 +210,13 @@ nb::dict layout_numbers(std::uint32_t rank, const std::vector<std::uint32_t>& no
 }
 
 }  // namespace
+
+rows::Isa isa_named(const std::string& name) {
+    if (name == "baseline") return rows::Isa::baseline;
+    if (name == "avx2") return rows::Isa::avx2;
+    if (name == "avx512") return rows::Isa::avx512;
+    throw nb::value_error(("no such instruction set: " + name).c_str());
+}
 
 void bind_exchange_simulation(nb::module_& module) {
     module.def(

@@ -122,3 +122,12 @@ def run_rails(rails: Sequence[tuple[float, int]], bytes: int, chunk_bytes: int =
     """
     One request over rails of (bytes_per_ns, latency_ns), its signal gated over all of them; rail `failing` is lost at `fail_ns`. {'error', 'ns', 'carried': bytes over each rail, 'attempts'}.
     """
+
+def rows_quantise(isa: str, out: int, scales: int, row: int, columns: int, power_of_two: bool) -> None:
+    """bf16[columns] as e4m3fn[columns] and f32[ceil(columns / 128)]."""
+
+def rows_pack_ue8m0(words: int, scales: int, blocks: int) -> None:
+    """f32[blocks] as i32[ceil(blocks / 4)]."""
+
+def rows_reduce_weighted(isa: str, out: int, rows: Sequence[int], weights: Sequence[float], columns: int) -> None:
+    """One row of a low-latency combine."""
