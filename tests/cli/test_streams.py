@@ -16,7 +16,7 @@ from cli.test_commands import environment
 from expertwire.cli import streams
 from expertwire.cli.main import main
 from expertwire.cli.progress import RankProgress
-from expertwire.cli.report import Exit, Report, check_json_path, options, terminal
+from expertwire.cli.report import Exit, Report, check_path, options, terminal
 from expertwire.errors import ExpertwireError, InvalidArgumentError
 
 ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidArgumentError, match="--json is"):
-        check_json_path(Path(name))
+        check_path("--json", Path(name))
     assert main(["doctor", "--json", name]) == Exit.USAGE
     assert "--json is" in capsys.readouterr().err
 

@@ -95,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--provider", help="what carries rows between nodes: tcp or local (default: EXPERTWIRE_PROVIDER, else the best found)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts there (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,7 +162,7 @@ def show(args: argparse.Namespace, begin: float) -> int:
     peak = memory.peak + sum(outcome.memory_peak for outcome in outcomes)
     report.add("memory_peak_GiB", round(peak / 2**30, 2), "GiB")
     report.add("demo_s", round(time.monotonic() - begin, 1), "s")
-    report.write(args.json)
+    report.write(args.json, args.html)
     console = terminal()
     console.print(table(report, title(setup)))
     console.print(verdict(report, outcomes, diffs, setup))

@@ -14,7 +14,7 @@ from typing import Any
 
 import expertwire
 from expertwire.cli import streams
-from expertwire.cli.report import Exit, check_json_path, is_stdout
+from expertwire.cli.report import Exit, check_path, is_stdout
 from expertwire.cli.signals import Ended, ends_by_exception
 from expertwire.errors import ExpertwireError, InvalidArgumentError, UnavailableError
 
@@ -130,9 +130,14 @@ def _run(words: list[str]) -> int:
     parser = _Parser(prog=" ".join(("expertwire", *command.words)), description=module.__doc__, epilog=EPILOG)
     module.add_arguments(parser)
     args = parser.parse_args(words[len(command.words) :])
-    path = getattr(args, "json", None)
-    check_json_path(path)
-    with redirect_stdout(sys.stderr) if is_stdout(path) else nullcontext():
+    written = {option: getattr(args, option, None) for option in ("json", "html")}
+    for option, path in written.items():
+        check_path(f"--{option}", path)
+    if written["html"] is not None:
+        importlib.import_module("expertwire.cli.page").require_drawing()
+    if len(asked := [option for option, path in written.items() if is_stdout(path)]) > 1:
+        raise InvalidArgumentError(f"--{' and --'.join(asked)} are both stdout; name a file for one of them")
+    with redirect_stdout(sys.stderr) if asked else nullcontext():
         return int(module.run(args))
 
 

@@ -93,29 +93,17 @@ class Report:
             "rows": [row.as_json() for row in self.rows],
         }
 
-    def write(self, path: Path | None) -> None:
-        """Write the JSON file where one was asked for, whole or not at all; a device or a pipe, and `-` for stdout, as it comes.
+    def write(self, path: Path | None, page_path: Path | None = None) -> None:
+        """Write the files that were asked for: --json FILE, and --html FILE where a command has it.
 
-        Comes before any table: a table that nobody takes does not lose the figures. Raises `ExpertwireError` where it cannot be written.
+        Comes before any table: a table that nobody takes does not lose the figures. Raises `ExpertwireError` where one cannot be written.
         """
-        if path is None:
-            return
-        text = json.dumps(self.as_json(), indent=2) + "\n"
-        if is_stdout(path):
-            print(text, end="", flush=True, file=sys.__stdout__)  # sys.stdout is where the tables go now
-            return
-        try:
-            if path.exists() and not path.is_file():
-                path.write_text(text, encoding="utf-8")
-                return
-            scratch = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                scratch.write_text(text, encoding="utf-8")
-                scratch.replace(path)
-            finally:
-                scratch.unlink(missing_ok=True)
-        except OSError as error:
-            raise ExpertwireError(f"--json {path} could not be written: {error.strerror}") from error
+        if path is not None:
+            write_whole("--json", path, json.dumps(self.as_json(), indent=2) + "\n")
+        if page_path is not None:
+            from expertwire.cli.page import page
+
+            write_whole("--html", page_path, page(self))
 
     def table(self, title: str, hide: Iterable[str] = ()) -> Table:
         """The rows as a table for a terminal: `low` and `high` as one column, labels that never change and those of `hide` left out."""
@@ -141,21 +129,40 @@ class Report:
         return table
 
 
+def write_whole(option: str, path: Path, text: str) -> None:
+    """Write a file whole or not at all; a device or a pipe, and `-` for stdout, as it comes. Raises `ExpertwireError`."""
+    if is_stdout(path):
+        print(text, end="", flush=True, file=sys.__stdout__)  # sys.stdout is where the tables go now
+        return
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise ExpertwireError(f"{option} {path} could not be written: {error.strerror}") from error
+
+
 def is_stdout(path: Path | None) -> bool:
-    """Whether this --json FILE is stdout, which a command's tables then leave to it."""
+    """Whether this FILE is stdout, which a command's tables then leave to it."""
     return str(path) in STDOUT_NAMES
 
 
-def check_json_path(path: Path | None) -> None:
+def check_path(option: str, path: Path | None) -> None:
     """Refuse a file that could not be written, before anything is measured. Raises `InvalidArgumentError`."""
     if path is None or is_stdout(path):
         return
     if path.is_dir():
-        raise InvalidArgumentError(f"--json is {path}; that is a directory")
+        raise InvalidArgumentError(f"{option} is {path}; that is a directory")
     if not path.parent.is_dir():
-        raise InvalidArgumentError(f"--json is {path}; there is no directory {path.parent}")
+        raise InvalidArgumentError(f"{option} is {path}; there is no directory {path.parent}")
     if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
-        raise InvalidArgumentError(f"--json is {path}; this user may not write there")
+        raise InvalidArgumentError(f"{option} is {path}; this user may not write there")
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:

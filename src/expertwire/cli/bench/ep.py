@@ -85,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, default=1, help="with --loop: also in so many overlapping parts (default 1: not)")
     parser.add_argument("--shape", metavar="RATE", help="with --loop: in a network namespace whose loopback passes RATE, such as 2gbit")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts there (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         measured = launch(_rank, (setup,), setup.ranks, on_progress=progress.update)
     report.config["provider"] = measured[0].provider
     add_rows(report, measured, setup)
-    report.write(args.json)
+    report.write(args.json, args.html)
     terminal().print(report.table(title(setup)))
     complain(measured)
     return report.exit_status()

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, loop: Loop) -> int:
                 for fault in turns.faults:
                     print(f"rank {rank}, {engine}: {fault}", file=sys.stderr)
     title = f"sustained dispatch, {loop.setup.ranks} ranks, loopback {loop.shape}; GB/s of wire and raw are of all ranks together"
-    report.write(args.json)
+    report.write(args.json, args.html)
     terminal().print(report.table(title, hide=("raw_bytes", "raw_window")))
     return report.exit_status()
 

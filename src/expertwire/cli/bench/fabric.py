@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=int, default=5, help="samples of each engine and combination (default 5)")
     parser.add_argument("--seed", type=int, default=1, help="of the payload (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts there (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     with RankProgress(2) as progress:
         measured = launch(measure, (setup,), 2, on_progress=progress.update, timeout_s=120 + 10 * setup.seconds * steps(setup))
     add_rows(report, setup, measured)
-    report.write(args.json)
+    report.write(args.json, args.html)
     terminal().print(table(report, f"writes between two processes, {setup.provider} ({measured[0].provider}); GB/s per direction"))
     for rank, one in enumerate(measured):
         for fault in one.faults:
