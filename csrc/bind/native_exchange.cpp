@@ -59,6 +59,7 @@ struct PyDispatchResult {
     exchange::Extent extent;
     bool has_indices = false;
     bool has_weights = false;
+    bool has_scales = false;
     std::uint64_t offer_offset = 0;
     std::vector<std::uint64_t> expert_counts;
 };
@@ -113,6 +114,7 @@ PyDispatchResult PyExchange::dispatch(const DispatchRequest& request, std::int64
     result.used_bytes = result.extent.bytes;
     result.has_indices = request.topk_idx != nullptr;
     result.has_weights = request.topk_weights != nullptr;
+    result.has_scales = request.scale_bytes > 0;
     result.offer_offset = request.offer_offset;
     result.expert_counts = operation->expert_counts();
     return result;
@@ -155,6 +157,7 @@ nb::dict result_layout(const PyDispatchResult& self) {
     layout["src_idx"] = self.offer_offset + self.extent.src_idx;
     layout["topk_idx"] = self.has_indices ? nb::cast(self.offer_offset + self.extent.indices) : nb::none();
     layout["topk_weights"] = self.has_weights ? nb::cast(self.offer_offset + self.extent.weights) : nb::none();
+    layout["scales"] = self.has_scales ? nb::cast(self.offer_offset + self.extent.scales) : nb::none();
     return layout;
 }
 
@@ -195,9 +198,10 @@ void layout_counts(std::uint64_t topk_idx, std::uint32_t index_bytes, std::uint6
 }
 
 std::uint64_t extent_bytes(const std::string& kind, std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk,
-                           std::uint32_t index_bytes, bool has_weights) {
-    if (kind == "dispatch") return exchange::dispatch_extent(rows, row_bytes, topk, index_bytes, has_weights).bytes;
-    if (kind == "combine") return exchange::combine_extent(rows, row_bytes, topk, has_weights).bytes;
+                           std::uint32_t index_bytes, bool has_weights, std::uint32_t scale_bytes) {
+    const exchange::RowShape row{row_bytes, scale_bytes, topk, index_bytes, has_weights};
+    if (kind == "dispatch") return exchange::dispatch_extent(rows, row).bytes;
+    if (kind == "combine") return exchange::combine_extent(rows, row).bytes;
     throw Failure(FailureKind::invalid_argument, "kind is '" + kind + "', must be 'dispatch' or 'combine'");
 }
 
@@ -222,7 +226,7 @@ void bind_records(nb::module_& module) {
         .def_prop_ro("layout", &result_layout,
                      "dict: byte offsets from the start of my data region: x [N, row_bytes], src_idx i32[N], topk_idx "
                      "[N, K] of the index type sent (local ids, -1 elsewhere; None without), topk_weights f32[N, K] (0 "
-                     "where the id is -1; None without).")
+                     "where the id is -1; None without), scales [N, scale_bytes] (None without).")
         .def_ro("used_bytes", &PyDispatchResult::used_bytes, "Bytes of the offered extent that hold the result.")
         .def_ro("expert_counts", &PyDispatchResult::expert_counts,
                 "list[int]: rows per local expert (duplicates counted twice), not rounded; empty with a handle.");
@@ -247,7 +251,8 @@ constexpr const char* kDispatchDoc =
     R"(Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by source rank,
 then source token, at offer_offset (a multiple of 64) in my data region.
 
-x: [tokens, row_bytes] contiguous, anywhere. in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global ids of
+x: [tokens, row_bytes] contiguous, anywhere, of element type x_type. scales (scale_bytes 0: none): [tokens, scale_bytes] of
+element type scales_type ('' without). in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global ids of
 topk_index_bytes (4 or 8). topk_weights (0: none): f32[tokens, topk], needs topk_idx. counts_per_rank i32[R], counts_per_node
 i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert only from topk_idx): checked against in_rank
 and topk_idx. expert_first: R + 1 entries. Nothing is read where tokens is 0, but all ranks must agree on whether there are
@@ -281,16 +286,33 @@ constexpr const char* kProgressDoc =
     R"(list[dict], one row per peer as of the last failed call: rank, notified, rows_expected, rows_arrived, chunks_to_send,
 chunks_sent, chunks_credited, missing (str).)";
 
+exchange::Element element_named(const std::string& name) {
+    using exchange::Element;
+    if (name.empty()) return Element::none;
+    if (name == "bfloat16") return Element::bfloat16;
+    if (name == "float8_e4m3fn") return Element::float8_e4m3fn;
+    if (name == "float8_e4m3fnuz") return Element::float8_e4m3fnuz;
+    if (name == "float32") return Element::float32;
+    if (name == "int32") return Element::int32;
+    throw Failure(FailureKind::invalid_argument, "there is no element type '" + name + "' here");
+}
+
 PyDispatchResult dispatch(PyExchange& self, std::uint64_t x, std::uint64_t tokens, std::uint64_t row_bytes,
-                          std::uint64_t in_rank, std::uint64_t topk_idx, std::uint32_t topk_index_bytes,
-                          std::uint32_t topk, std::uint64_t topk_weights, std::uint64_t counts_per_rank,
-                          std::uint64_t counts_per_node, std::uint64_t counts_per_expert, std::uint64_t num_experts,
-                          const std::vector<std::uint64_t>& expert_first, const PyHandle* handle,
-                          std::uint64_t offer_offset, std::uint64_t offer_capacity, std::int64_t timeout_ms) {
+                          const std::string& x_type, std::uint64_t scales, std::uint32_t scale_bytes,
+                          const std::string& scales_type, std::uint64_t in_rank, std::uint64_t topk_idx,
+                          std::uint32_t topk_index_bytes, std::uint32_t topk, std::uint64_t topk_weights,
+                          std::uint64_t counts_per_rank, std::uint64_t counts_per_node, std::uint64_t counts_per_expert,
+                          std::uint64_t num_experts, const std::vector<std::uint64_t>& expert_first,
+                          const PyHandle* handle, std::uint64_t offer_offset, std::uint64_t offer_capacity,
+                          std::int64_t timeout_ms) {
     DispatchRequest request;
     request.x = pointer<const std::byte>(x);
     request.tokens = tokens;
     request.row_bytes = row_bytes;
+    request.element = element_named(x_type);
+    request.scales = pointer<const std::byte>(scales);
+    request.scale_bytes = scale_bytes;
+    request.scale_element = element_named(scales_type);
     request.in_rank = pointer<const std::uint8_t>(in_rank);
     request.topk_idx = pointer<const std::byte>(topk_idx);
     request.index_bytes = topk_index_bytes;
@@ -337,7 +359,7 @@ void bind_sizes(nb::class_<PyExchange>& exchange) {
                     "num_experts"_a, "expert_first"_a, "node_of"_a, "per_rank"_a, "per_node"_a, "per_expert"_a,
                     "in_rank"_a, kCountsDoc)
         .def_static("extent_bytes", &extent_bytes, "kind"_a, "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a,
-                    "has_weights"_a, kExtentDoc);
+                    "has_weights"_a, "scale_bytes"_a = 0, kExtentDoc);
 }
 
 }  // namespace
@@ -355,10 +377,10 @@ void bind_exchange(nb::module_& module) {
                 new (self) PyExchange(context, shape);
             },
             "context"_a, "node_of"_a, "local_experts_max"_a, "ring_slots"_a, "slot_bytes"_a, kInitDoc)
-        .def("dispatch", &dispatch, "x"_a, "tokens"_a, "row_bytes"_a, "in_rank"_a, "topk_idx"_a, "topk_index_bytes"_a,
-             "topk"_a, "topk_weights"_a, "counts_per_rank"_a, "counts_per_node"_a, "counts_per_expert"_a,
-             "num_experts"_a, "expert_first"_a, "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a,
-             kDispatchDoc)
+        .def("dispatch", &dispatch, "x"_a, "tokens"_a, "row_bytes"_a, "x_type"_a, "scales"_a, "scale_bytes"_a,
+             "scales_type"_a, "in_rank"_a, "topk_idx"_a, "topk_index_bytes"_a, "topk"_a, "topk_weights"_a,
+             "counts_per_rank"_a, "counts_per_node"_a, "counts_per_expert"_a, "num_experts"_a, "expert_first"_a,
+             "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a, kDispatchDoc)
         .def("combine", &combine, "x"_a, "rows"_a, "row_bytes"_a, "weights"_a, "topk"_a, "bias0"_a, "bias1"_a, "out"_a,
              "out_weights"_a, "handle"_a, "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a, kCombineDoc)
         .def("progress", &progress_rows, kProgressDoc)

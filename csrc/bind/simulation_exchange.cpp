@@ -245,18 +245,22 @@ void bind_exchange_simulation(nb::module_& module) {
     module.def(
         "exchange_chunk_rows",
         [](std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words, std::uint32_t topk,
-           std::uint32_t index_bytes, bool has_weights) {
-            return exchange::dispatch_chunk(slot_bytes, row_bytes, mask_words, topk, index_bytes, has_weights).capacity;
+           std::uint32_t index_bytes, bool has_weights, std::uint32_t scale_bytes) {
+            const exchange::RowShape row{row_bytes, scale_bytes, topk, index_bytes, has_weights};
+            return exchange::dispatch_chunk(slot_bytes, row, mask_words).capacity;
         },
-        "slot_bytes"_a, "row_bytes"_a, "mask_words"_a, "topk"_a, "index_bytes"_a, "has_weights"_a,
+        "slot_bytes"_a, "row_bytes"_a, "mask_words"_a, "topk"_a, "index_bytes"_a, "has_weights"_a, "scale_bytes"_a,
         "Rows that fit a ring slot.");
     module.def(
         "exchange_extent",
-        [](std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, std::uint32_t index_bytes, bool weights) {
-            const exchange::Extent e = exchange::dispatch_extent(rows, row_bytes, topk, index_bytes, weights);
-            return nb::make_tuple(e.rows, e.src_idx, e.indices, e.weights, e.bytes);
+        [](std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, std::uint32_t index_bytes, bool weights,
+           std::uint32_t scale_bytes) {
+            const exchange::Extent e =
+                exchange::dispatch_extent(rows, {row_bytes, scale_bytes, topk, index_bytes, weights});
+            return nb::make_tuple(e.rows, e.src_idx, e.indices, e.weights, e.scales, e.bytes);
         },
-        "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a, "has_weights"_a, "Offsets inside a dispatch's extent.");
+        "rows"_a, "row_bytes"_a, "topk"_a, "index_bytes"_a, "has_weights"_a, "scale_bytes"_a,
+        "Offsets inside a dispatch's extent.");
     bind_rows(module);
 }
 

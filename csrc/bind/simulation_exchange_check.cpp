@@ -47,6 +47,7 @@ std::string World::check_dispatch(std::uint32_t rank) const {
     if (wrong.empty()) {
         wrong = compare("topk_weights", base + extent.weights, expected.weights.data(), expected.weights.size());
     }
+    if (wrong.empty()) wrong = compare("scales", base + extent.scales, expected.scales.data(), expected.scales.size());
     if (wrong.empty() && member.dispatch->expert_counts() != expected.expert_counts) wrong = "expert counts differ";
     if (wrong.empty()) wrong = check_handle(rank);
     if (wrong.empty()) wrong = check_untouched(rank, part.offer_offset, part.offer_offset + extent.bytes);

@@ -125,6 +125,8 @@ void make_dispatch(Script& script, Call& call, Random& random, Coverage& coverag
     const std::uint64_t ranks = script.node_of.size();
     call.kind = exchange::Kind::dispatch;
     call.row_bytes = random.chance(0.3) ? random.between(1, 40) : 2 * random.between(1, random.chance(0.1) ? 700 : 100);
+    if (random.chance(0.3)) call.scale_bytes = 4 * static_cast<std::uint32_t>(random.between(1, 9));
+    coverage["dispatch_scales"] += call.scale_bytes > 0;
     if (call.routing < 0) {
         call.topk = static_cast<std::uint32_t>(random.chance(0.2) ? 0 : random.between(1, 6));
         call.index_bytes = random.chance(0.5) ? 4 : 8;
@@ -148,6 +150,7 @@ void make_dispatch(Script& script, Call& call, Random& random, Coverage& coverag
         part.row_bytes = call.row_bytes;
         part.has_weights = call.has_weights;
         fill(part.x, part.tokens * part.row_bytes, random);
+        fill(part.scales, part.tokens * call.scale_bytes, random);
         if (call.routing < 0) {
             const Skew skew = alike ? common : static_cast<Skew>(random.below(4));
             choose_routing(script, call, part, skew, random, coverage);
@@ -207,10 +210,9 @@ void place(Script& script, Call& call, Random& random) {
     for (std::uint32_t rank = 0; rank < script.node_of.size(); ++rank) {
         RankCall& part = call.ranks[rank];
         const std::uint64_t rows = received_rows(script, call, rank);
-        const std::uint64_t bytes =
-            call.kind == exchange::Kind::dispatch
-                ? exchange::dispatch_extent(rows, call.row_bytes, call.topk, call.index_bytes, call.has_weights).bytes
-                : exchange::combine_extent(rows, call.row_bytes, call.topk, call.has_weights).bytes;
+        const std::uint64_t bytes = call.kind == exchange::Kind::dispatch
+                                        ? exchange::dispatch_extent(rows, call.row()).bytes
+                                        : exchange::combine_extent(rows, call.row()).bytes;
         part.offer_offset = kPad + 64 * random.below(8);
         part.offer_capacity = bytes + 64 * random.below(3);
         part.x_offset = part.offer_offset + part.offer_capacity + kPad + 2 * random.below(16);
@@ -231,8 +233,7 @@ void spoil(Script& script, Call& call, Random& random, Coverage& coverage) {
             call.kind != exchange::Kind::dispatch)
             return;
         const std::uint64_t rows = received_rows(script, call, victim);
-        part.offer_capacity =
-            exchange::dispatch_extent(rows, call.row_bytes, call.topk, call.index_bytes, call.has_weights).bytes - 64;
+        part.offer_capacity = exchange::dispatch_extent(rows, call.row()).bytes - 64;
         call.outcome = Outcome::capacity;
         coverage["capacity_errors"]++;
     } else if (script.node_of.size() > 1 && call.kind == exchange::Kind::dispatch) {
@@ -246,7 +247,7 @@ void spoil(Script& script, Call& call, Random& random, Coverage& coverage) {
 std::uint64_t largest_row(const Script& script) {
     std::uint64_t largest = 0;
     for (const Call& call : script.calls) {
-        largest = std::max(largest, call.row_bytes + 2 + 8 + call.topk * std::uint64_t{12} + 4);
+        largest = std::max(largest, call.row_bytes + 2 + call.scale_bytes + 8 + call.topk * std::uint64_t{12} + 4);
     }
     return largest;
 }
@@ -289,8 +290,8 @@ Script make_shape(const ShapeOptions& shape, Random& random, Coverage& coverage)
     const std::uint32_t words = (shape.ranks_per_node + 63) / 64;
     const auto capacity = [&](std::uint64_t slot_bytes) {
         return shape.combine
-                   ? exchange::combine_chunk(slot_bytes, shape.row_bytes, 0, false).capacity
-                   : exchange::dispatch_chunk(slot_bytes, shape.row_bytes, words, shape.topk, 8, true).capacity;
+                   ? exchange::combine_chunk(slot_bytes, {shape.row_bytes}).capacity
+                   : exchange::dispatch_chunk(slot_bytes, {shape.row_bytes, 0, shape.topk, 8, true}, words).capacity;
     };
     while (capacity(script.slot_bytes) < shape.chunk_rows) script.slot_bytes += 64;
     Call dispatch;
@@ -413,6 +414,8 @@ Received expected_dispatch(const Script& script, const Call& call, std::uint32_t
             ++received.rows;
             const auto row = part.x.begin() + static_cast<std::ptrdiff_t>(token * call.row_bytes);
             received.x.insert(received.x.end(), row, row + static_cast<std::ptrdiff_t>(call.row_bytes));
+            const auto scales = part.scales.begin() + static_cast<std::ptrdiff_t>(token * call.scale_bytes);
+            received.scales.insert(received.scales.end(), scales, scales + call.scale_bytes);
             append(received.src_idx, static_cast<std::int32_t>(token));
             append_ids(received, call, part, token, rank);
         }

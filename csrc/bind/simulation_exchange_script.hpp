@@ -24,6 +24,7 @@ struct RankCall {
     std::uint64_t row_bytes = 0;  // the call's, unless this rank is made to disagree
     bool has_weights = false;     // likewise
     Bytes x;
+    Bytes scales;  // dispatch [tokens][scale_bytes]
     std::vector<std::uint8_t> in_rank;
     Bytes topk_idx;
     std::vector<float> weights;  // dispatch [tokens][topk], combine [rows][topk]
@@ -43,11 +44,14 @@ struct Call {
     std::uint32_t topk = 0;
     std::uint32_t index_bytes = 8;
     bool has_weights = false;
+    std::uint32_t scale_bytes = 0;
     std::uint64_t num_experts = 0;
     std::vector<std::uint64_t> expert_first;
     std::int32_t routing = -1;  // the dispatch whose handle it takes; -1: it makes its own
     Outcome outcome = Outcome::success;
     std::vector<RankCall> ranks;
+
+    exchange::RowShape row() const { return {row_bytes, scale_bytes, topk, index_bytes, has_weights}; }
 };
 
 struct Script {
@@ -82,7 +86,7 @@ const Call& routing_of(const Script& script, const Call& call);
 
 struct Received {
     std::uint64_t rows = 0;
-    Bytes x, src_idx, indices, weights;
+    Bytes x, src_idx, indices, weights, scales;
     std::vector<std::uint64_t> expert_counts;
 };
 Received expected_dispatch(const Script& script, const Call& call, std::uint32_t rank);

@@ -241,6 +241,9 @@ void World::begin(std::uint32_t rank) {
         request.x = part.x.data();
         request.tokens = part.tokens;
         request.row_bytes = part.row_bytes;
+        request.scales = part.scales.data();
+        request.scale_bytes = call.scale_bytes;
+        if (call.scale_bytes > 0) request.scale_element = exchange::Element::float32;
         request.handle = handle;
         request.offer_offset = part.offer_offset;
         request.offer_capacity = part.offer_capacity;

@@ -19,7 +19,7 @@ Combine::Combine(Exchange& exchange, const CombineRequest& request)
       routing_(*request.handle),
       columns_(request.row_bytes / 2),
       store_(request.row_bytes >= kStreamBytes ? rows::Store::streaming : rows::Store::cached),
-      chunk_(combine_chunk(exchange.shape().slot_bytes, request.row_bytes, request.topk, request.topk > 0)) {
+      chunk_(combine_chunk(exchange.shape().slot_bytes, request.row())) {
     NotifyHeader header;
     header.row_bytes = request_.row_bytes;
     header.topk = request_.topk;
@@ -46,7 +46,7 @@ void Combine::place_input(NotifyHeader& header) {
     copies_weights_ = !stretches_.empty() && !inside(weights, weight_bytes);
     if (!copies_rows_ && !copies_weights_) stretches_.clear();
     const std::uint64_t rows_needed = copies_rows_ ? request_.rows : 0;
-    const Extent extent = combine_extent(rows_needed, request_.row_bytes, request_.topk, false);
+    const Extent extent = combine_extent(rows_needed, {request_.row_bytes});
     rows_offset_ = request_.offer_offset;
     weights_offset_ = request_.offer_offset + extent.weights;
     if (!copies_rows_ && request_.rows > 0 && inside(request_.x, request_.rows * request_.row_bytes)) {

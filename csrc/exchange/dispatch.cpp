@@ -20,6 +20,7 @@ Dispatch::Dispatch(Exchange& exchange, const DispatchRequest& request, std::shar
       request_(request),
       made_(std::move(made)),
       routing_(made_ ? made_.get() : handle_.get()),
+      row_(request.row()),
       store_(request.row_bytes >= kStreamBytes ? rows::Store::streaming : rows::Store::cached),
       has_weights_(request.topk_weights != nullptr),
       alone_(exchange.nodes().size(exchange.node()) == 1) {
@@ -28,6 +29,9 @@ Dispatch::Dispatch(Exchange& exchange, const DispatchRequest& request, std::shar
     header.row_bytes = request_.row_bytes;
     header.topk = request_.topk;
     header.index_bytes = request_.topk > 0 ? request_.index_bytes : 0;
+    header.element = request_.element;
+    header.scale_element = request_.scale_element;
+    header.scale_bytes = request_.scale_bytes;
     header.num_experts = request_.num_experts;
     header.tokens = request_.tokens;
     header.has_weights = has_weights_;
@@ -42,11 +46,11 @@ Dispatch::Dispatch(Exchange& exchange, const DispatchRequest& request, std::shar
 std::uint64_t Dispatch::needed(std::uint32_t rank) const {
     std::uint64_t total = 0;
     for (std::uint32_t source = 0; source < exchange_.nodes().ranks(); ++source) total += notify_counts(source)[rank];
-    return dispatch_extent(total, request_.row_bytes, request_.topk, request_.index_bytes, has_weights_).bytes;
+    return dispatch_extent(total, row_).bytes;
 }
 
 Extent Dispatch::extent() const {
-    return dispatch_extent(received(), request_.row_bytes, request_.topk, request_.index_bytes, has_weights_);
+    return dispatch_extent(received(), row_);
 }
 
 std::vector<std::uint64_t> Dispatch::expert_counts() const {
@@ -80,8 +84,7 @@ void Dispatch::complete_handle() {
 
 void Dispatch::open_targets() {
     for (const std::uint32_t rank : exchange_.nodes().members(exchange_.node())) {
-        const Extent extent = dispatch_extent(routing_->received(rank), request_.row_bytes, request_.topk,
-                                              request_.index_bytes, has_weights_);
+        const Extent extent = dispatch_extent(routing_->received(rank), row_);
         std::byte* const base = exchange_.port().memory()[rank].data + notify(rank).offer_offset;
         Target target;
         target.rank = rank;
@@ -89,6 +92,7 @@ void Dispatch::open_targets() {
         target.src_idx = base + extent.src_idx;
         target.indices = base + extent.indices;
         target.weights = base + extent.weights;
+        target.scales = base + extent.scales;
         if (request_.topk > 0) {
             target.expert_first = static_cast<std::int64_t>(request_.expert_first[rank]);
             target.expert_end = static_cast<std::int64_t>(request_.expert_first[rank + 1]);
@@ -102,8 +106,7 @@ void Dispatch::open_rings() {
     const NodeTable& nodes = exchange_.nodes();
     const std::uint32_t me = exchange_.rank();
     const auto chunk_for = [&](std::uint32_t node) {
-        return dispatch_chunk(exchange_.shape().slot_bytes, request_.row_bytes, nodes.mask_words(node), request_.topk,
-                              request_.index_bytes, has_weights_);
+        return dispatch_chunk(exchange_.shape().slot_bytes, row_, nodes.mask_words(node));
     };
     for (std::uint32_t node = 0; node < nodes.nodes(); ++node) {
         const std::uint64_t count = routing_->node_rows(me, node);
@@ -175,6 +178,7 @@ std::uint64_t Dispatch::send_near(std::uint64_t tokens) {
         meta.token = static_cast<std::uint32_t>(near_token_);
         if (request_.topk > 0) meta.indices = request_.topk_idx + slot * request_.index_bytes;
         if (has_weights_) meta.weights = reinterpret_cast<const std::byte*>(request_.topk_weights + slot);
+        if (row_.scale_bytes > 0) meta.scales = request_.scales + near_token_ * row_.scale_bytes;
         for (Target& target : targets_) {
             if (!present[target.rank]) continue;
             place(target, target.next++, row, meta);
@@ -224,6 +228,7 @@ void localise(std::byte* to, std::byte* to_weights, const std::byte* from, const
 
 void Dispatch::write_meta(const Target& target, std::uint64_t row, const RowMeta& meta) const {
     std::memcpy(target.src_idx + row * sizeof meta.token, &meta.token, sizeof meta.token);
+    if (row_.scale_bytes > 0) std::memcpy(target.scales + row * row_.scale_bytes, meta.scales, row_.scale_bytes);
     if (request_.topk == 0) return;
     const std::uint64_t slot = row * request_.topk;
     std::byte* const indices = target.indices + slot * request_.index_bytes;
@@ -276,6 +281,10 @@ void Dispatch::pack_row(Outgoing& out, const std::uint64_t* mask) {
     if (has_weights_) {
         const std::uint64_t bytes = request_.topk * sizeof(float);
         std::memcpy(out.slot + out.chunk.weights + row * bytes, request_.topk_weights + from, bytes);
+    }
+    if (row_.scale_bytes > 0) {
+        std::memcpy(out.slot + out.chunk.scales + row * row_.scale_bytes,
+                    request_.scales + out.token * row_.scale_bytes, row_.scale_bytes);
     }
     rows::copy(out.slot + out.chunk.rows + row * request_.row_bytes, request_.x + out.token * request_.row_bytes,
                request_.row_bytes, rows::Store::cached);  // it is read again at once, by the provider
@@ -351,6 +360,7 @@ bool Dispatch::forward_row(Incoming& in, const std::byte* chunk) {
     std::memcpy(&meta.token, chunk + chunk_in_.tokens + in.row * sizeof meta.token, sizeof meta.token);
     meta.indices = chunk + chunk_in_.indices + std::uint64_t{in.row} * request_.topk * request_.index_bytes;
     meta.weights = chunk + chunk_in_.weights + std::uint64_t{in.row} * request_.topk * sizeof(float);
+    meta.scales = chunk + chunk_in_.scales + std::uint64_t{in.row} * row_.scale_bytes;
     for (std::uint64_t word = 0; word < words; ++word) {
         std::uint64_t mask;
         std::memcpy(&mask, masks + word * sizeof mask, sizeof mask);

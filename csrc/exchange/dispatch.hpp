@@ -46,6 +46,7 @@ class Dispatch final : public Operation {
         std::byte* src_idx = nullptr;
         std::byte* indices = nullptr;
         std::byte* weights = nullptr;
+        std::byte* scales = nullptr;
         std::int64_t expert_first = 0;
         std::int64_t expert_end = 0;
         std::uint64_t next = 0;  // row number for my own next token
@@ -74,6 +75,7 @@ class Dispatch final : public Operation {
         std::uint32_t token = 0;
         const std::byte* indices = nullptr;  // [topk]
         const std::byte* weights = nullptr;  // f32[topk]
+        const std::byte* scales = nullptr;   // [scale_bytes]
     };
 
     std::uint64_t needed(std::uint32_t rank) const override;
@@ -103,6 +105,7 @@ class Dispatch final : public Operation {
     const DispatchRequest request_;
     const std::shared_ptr<Handle> made_;
     const Handle* routing_;
+    const RowShape row_;
     const rows::Store store_;
     const bool has_weights_;
     const bool alone_;             // my node is I alone: rows for me are put straight to their final place

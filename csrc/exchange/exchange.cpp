@@ -123,6 +123,7 @@ std::unique_ptr<Dispatch> Exchange::dispatch(const DispatchRequest& request, std
         error = "x has " + std::to_string(request.tokens) + " rows, at most " + std::to_string(kCountMax) + " a call";
     }
     if (request.tokens > 0 && request.x == nullptr) error = "x is missing";
+    if (request.tokens > 0 && request.scale_bytes > 0 && request.scales == nullptr) error = "the scales are missing";
     if (!error.empty()) return nullptr;
     if (!request.handle) {
         error = routing_error(request, shape());
@@ -135,10 +136,9 @@ std::unique_ptr<Dispatch> Exchange::dispatch(const DispatchRequest& request, std
     if (!error.empty()) return nullptr;
     if (nodes().nodes() > 1) {
         for (std::uint32_t node = 0; node < nodes().nodes() && error.empty(); ++node) {
-            const ChunkShape chunk = dispatch_chunk(shape().slot_bytes, request.row_bytes, nodes().mask_words(node),
-                                                    request.topk, request.index_bytes, request.topk_weights != nullptr);
+            const ChunkShape chunk = dispatch_chunk(shape().slot_bytes, request.row(), nodes().mask_words(node));
             if (chunk.capacity > 0) continue;
-            error = "a row of " + std::to_string(request.row_bytes) + " bytes with num_topk " +
+            error = "a row of " + std::to_string(request.row_bytes + request.scale_bytes) + " bytes with num_topk " +
                     std::to_string(request.topk) + " does not fit a ring slot of " +
                     std::to_string(shape().slot_bytes) + " bytes";
         }
@@ -217,8 +217,7 @@ std::unique_ptr<Combine> Exchange::combine(const CombineRequest& request, std::s
         error = "out is missing";
     } else if (request.handle->tokens > 0 && request.topk > 0 && request.out_weights == nullptr) {
         error = "out_weights is missing but num_topk is " + std::to_string(request.topk);
-    } else if (nodes().nodes() > 1 &&
-               combine_chunk(shape().slot_bytes, request.row_bytes, request.topk, request.topk > 0).capacity == 0) {
+    } else if (nodes().nodes() > 1 && combine_chunk(shape().slot_bytes, request.row()).capacity == 0) {
         error = "a row of " + std::to_string(request.row_bytes) + " bytes with num_topk " +
                 std::to_string(request.topk) + " does not fit a ring slot of " + std::to_string(shape().slot_bytes) +
                 " bytes";

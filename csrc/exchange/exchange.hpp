@@ -25,6 +25,10 @@ struct DispatchRequest {
     const std::byte* x = nullptr;  // [tokens][row_bytes]
     std::uint64_t tokens = 0;
     std::uint64_t row_bytes = 0;
+    Element element = Element::bfloat16;
+    const std::byte* scales = nullptr;  // [tokens][scale_bytes]; unused where scale_bytes is 0
+    std::uint32_t scale_bytes = 0;
+    Element scale_element = Element::none;
     const std::uint8_t* in_rank = nullptr;   // bool[tokens][ranks]; unused with a handle
     const std::byte* topk_idx = nullptr;     // [tokens][topk] of index_bytes each, global ids, -1 none; may be null
     std::uint32_t index_bytes = 8;           // 4 or 8
@@ -38,6 +42,8 @@ struct DispatchRequest {
     std::shared_ptr<const Handle> handle;     // repeat this routing
     std::uint64_t offer_offset = 0;           // where in my data region rows shall land, a multiple of 64
     std::uint64_t offer_capacity = 0;         // bytes
+
+    RowShape row() const { return {row_bytes, scale_bytes, topk, index_bytes, topk_weights != nullptr}; }
 };
 
 // Combine: what came by `handle` goes back, summed. A null pointer is an absent tensor.
@@ -54,6 +60,8 @@ struct CombineRequest {
     std::shared_ptr<const Handle> handle;
     std::uint64_t offer_offset = 0;    // where x is copied to unless it lies in my data region already
     std::uint64_t offer_capacity = 0;  // bytes
+
+    RowShape row() const { return {row_bytes, 0, topk, 0, topk > 0}; }
 };
 
 enum class Step : std::uint8_t { progressed, waiting, done, failed };

@@ -140,62 +140,65 @@ std::uint64_t Layout::inner_slot(std::uint32_t entry, std::uint32_t source, std:
 namespace {
 
 // Offsets of a chunk's arrays for `capacity` rows. Arrays come in order of element size, so that each is aligned.
-ChunkShape place(std::uint32_t capacity, std::uint32_t mask_words, std::uint32_t topk, std::uint32_t index_bytes,
-                 bool has_weights) {
+ChunkShape place(std::uint32_t capacity, const RowShape& row, std::uint32_t mask_words) {
     const std::uint64_t rows = capacity;
     ChunkShape chunk;
     chunk.capacity = capacity;
     chunk.masks = sizeof(ChunkHeader);
     chunk.indices = chunk.masks + rows * mask_words * sizeof(std::uint64_t);
-    chunk.weights = chunk.indices + (rows * topk * index_bytes + 7) / 8 * 8;
-    chunk.tokens = chunk.weights + (has_weights ? rows * topk * sizeof(float) : 0);
-    chunk.rows = align_up(chunk.tokens + (mask_words > 0 ? rows * sizeof(std::uint32_t) : 0));
+    chunk.weights = chunk.indices + (rows * row.topk * row.index_bytes + 7) / 8 * 8;
+    chunk.tokens = chunk.weights + (row.has_weights ? rows * row.topk * sizeof(float) : 0);
+    chunk.scales = chunk.tokens + (mask_words > 0 ? rows * sizeof(std::uint32_t) : 0);
+    chunk.rows = align_up(chunk.scales + rows * row.scale_bytes);
     return chunk;
 }
 
-ChunkShape largest(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words, std::uint32_t topk,
-                   std::uint32_t index_bytes, bool has_weights) {
-    const std::uint64_t per_row = row_bytes + mask_words * sizeof(std::uint64_t) + std::uint64_t{topk} * index_bytes +
-                                  (has_weights ? std::uint64_t{topk} * sizeof(float) : 0) +
-                                  (mask_words > 0 ? sizeof(std::uint32_t) : 0);
+ChunkShape largest(std::uint64_t slot_bytes, const RowShape& row, std::uint32_t mask_words) {
+    const std::uint64_t per_row =
+        row.bytes + row.scale_bytes + mask_words * sizeof(std::uint64_t) + std::uint64_t{row.topk} * row.index_bytes +
+        (row.has_weights ? std::uint64_t{row.topk} * sizeof(float) : 0) + (mask_words > 0 ? sizeof(std::uint32_t) : 0);
     std::uint64_t capacity = slot_bytes > sizeof(ChunkHeader) ? (slot_bytes - sizeof(ChunkHeader)) / per_row : 0;
     capacity = std::min<std::uint64_t>(capacity, 1u << 20);
     while (capacity > 0) {  // padding takes a row or two at most
-        const ChunkShape chunk =
-            place(static_cast<std::uint32_t>(capacity), mask_words, topk, index_bytes, has_weights);
-        if (chunk.bytes(chunk.capacity, row_bytes) <= slot_bytes) return chunk;
+        const ChunkShape chunk = place(static_cast<std::uint32_t>(capacity), row, mask_words);
+        if (chunk.bytes(chunk.capacity, row.bytes) <= slot_bytes) return chunk;
         --capacity;
     }
     return {};
 }
 
+// A combine's rows have no index and no scales.
+RowShape homeward(const RowShape& row) {
+    return {row.bytes, 0, row.topk, 0, row.has_weights};
+}
+
 }  // namespace
 
-ChunkShape dispatch_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words,
-                          std::uint32_t topk, std::uint32_t index_bytes, bool has_weights) {
-    return largest(slot_bytes, row_bytes, mask_words, topk, index_bytes, has_weights);
+ChunkShape dispatch_chunk(std::uint64_t slot_bytes, const RowShape& row, std::uint32_t mask_words) {
+    return largest(slot_bytes, row, mask_words);
 }
 
-ChunkShape combine_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t topk, bool has_weights) {
-    return largest(slot_bytes, row_bytes, 0, topk, 0, has_weights);
+ChunkShape combine_chunk(std::uint64_t slot_bytes, const RowShape& row) {
+    return largest(slot_bytes, homeward(row), 0);
 }
 
-Extent dispatch_extent(std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, std::uint32_t index_bytes,
-                       bool has_weights) {
+Extent dispatch_extent(std::uint64_t rows, const RowShape& row) {
     Extent extent;
-    extent.src_idx = align_up(rows * row_bytes);
+    extent.src_idx = align_up(rows * row.bytes);
     extent.indices = align_up(extent.src_idx + rows * sizeof(std::int32_t));
-    extent.weights = align_up(extent.indices + rows * topk * index_bytes);
-    extent.bytes = align_up(extent.weights + (has_weights ? rows * topk * sizeof(float) : 0));
+    extent.weights = align_up(extent.indices + rows * row.topk * row.index_bytes);
+    extent.scales = align_up(extent.weights + (row.has_weights ? rows * row.topk * sizeof(float) : 0));
+    extent.bytes = align_up(extent.scales + rows * row.scale_bytes);
     return extent;
 }
 
-Extent combine_extent(std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, bool has_weights) {
+Extent combine_extent(std::uint64_t rows, const RowShape& row) {
     Extent extent;
-    extent.src_idx = align_up(rows * row_bytes);
+    extent.src_idx = align_up(rows * row.bytes);
     extent.indices = extent.src_idx;
     extent.weights = extent.src_idx;
-    extent.bytes = align_up(extent.weights + (has_weights ? rows * topk * sizeof(float) : 0));
+    extent.scales = align_up(extent.weights + (row.has_weights ? rows * row.topk * sizeof(float) : 0));
+    extent.bytes = extent.scales;
     return extent;
 }
 

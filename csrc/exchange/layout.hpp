@@ -101,6 +101,18 @@ class Layout {
     std::vector<std::uint32_t> inner_count_;  // [rank]
 };
 
+// What one row of an operation is made of, beside what finds its way.
+struct RowShape {
+    std::uint64_t bytes = 0;        // of its elements
+    std::uint32_t scale_bytes = 0;  // of its scales; 0: it has none
+    std::uint32_t topk = 0;
+    std::uint32_t index_bytes = 8;  // of a top-k index
+    bool has_weights = false;
+};
+
+// Types of elements, for ranks to compare. Rows are moved as bytes; only a combine, which is bf16, looks into them.
+enum class Element : std::uint16_t { none = 0, bfloat16, float8_e4m3fn, float8_e4m3fnuz, float32, int32 };
+
 // What a rank says to every rank at the start of every operation. Counts follow: rows per rank u32[R], distinct rows
 // per node u32[RR], rows per local expert of the receiver u32[local_experts_max].
 struct NotifyHeader {
@@ -111,6 +123,9 @@ struct NotifyHeader {
     std::uint64_t row_bytes = 0;
     std::uint32_t topk = 0;
     std::uint32_t index_bytes = 0;
+    Element element = Element::bfloat16;
+    Element scale_element = Element::none;
+    std::uint32_t scale_bytes = 0;  // of a row
     std::uint64_t num_experts = 0;
     std::uint64_t rows_max = 0;  // W of num_worst_tokens; 0 without
     std::uint64_t tokens = 0;
@@ -138,14 +153,15 @@ struct ChunkShape {
     std::uint64_t masks = 0;     // u64[capacity][mask_words], dispatch: ranks of the node, by local index
     std::uint64_t indices = 0;   // [capacity][topk], dispatch: global expert ids
     std::uint64_t weights = 0;   // f32[capacity][topk]
+    std::uint64_t scales = 0;    // [capacity][scale_bytes], dispatch
     std::uint64_t rows = 0;      // [capacity][row_bytes]
 
     std::uint64_t bytes(std::uint32_t count, std::uint64_t row_bytes) const { return rows + count * row_bytes; }
 };
 
-ChunkShape dispatch_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t mask_words,
-                          std::uint32_t topk, std::uint32_t index_bytes, bool has_weights);
-ChunkShape combine_chunk(std::uint64_t slot_bytes, std::uint64_t row_bytes, std::uint32_t topk, bool has_weights);
+ChunkShape dispatch_chunk(std::uint64_t slot_bytes, const RowShape& row, std::uint32_t mask_words);
+ChunkShape combine_chunk(std::uint64_t slot_bytes,
+                         const RowShape& row);  // row: bytes, top-k and whether it has weights
 
 constexpr std::uint64_t chunks_for(std::uint64_t rows, std::uint32_t capacity) {
     return (rows + capacity - 1) / capacity;
@@ -157,11 +173,11 @@ struct Extent {
     std::uint64_t src_idx = 0;  // i32[N]
     std::uint64_t indices = 0;  // [N][topk]
     std::uint64_t weights = 0;  // f32[N][topk]
+    std::uint64_t scales = 0;   // [N][scale_bytes]
     std::uint64_t bytes = 0;    // all of it
 };
 
-Extent dispatch_extent(std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, std::uint32_t index_bytes,
-                       bool has_weights);
-Extent combine_extent(std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t topk, bool has_weights);
+Extent dispatch_extent(std::uint64_t rows, const RowShape& row);
+Extent combine_extent(std::uint64_t rows, const RowShape& row);  // row: as for combine_chunk
 
 }  // namespace expertwire::exchange

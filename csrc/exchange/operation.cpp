@@ -9,7 +9,7 @@ namespace expertwire::exchange {
 
 namespace {
 
-constexpr std::uint32_t kMagic = 0x45585731;  // "EXW1": the layout of NotifyHeader
+constexpr std::uint32_t kMagic = 0x45585732;  // "EXW2": the layout of NotifyHeader
 
 const char* kind_name(std::uint32_t kind) {
     if (kind == static_cast<std::uint32_t>(Kind::dispatch)) return "dispatch";
@@ -17,17 +17,41 @@ const char* kind_name(std::uint32_t kind) {
     return "nothing known";
 }
 
+const char* element_name(std::uint64_t element) {
+    switch (static_cast<Element>(element)) {
+        case Element::none:
+            return "nothing";
+        case Element::bfloat16:
+            return "bfloat16";
+        case Element::float8_e4m3fn:
+            return "float8_e4m3fn";
+        case Element::float8_e4m3fnuz:
+            return "float8_e4m3fnuz";
+        case Element::float32:
+            return "float32";
+        case Element::int32:
+            return "int32";
+    }
+    return "nothing known";
+}
+
 // The fields in which every rank must be equal, in the order in which a difference is named.
 struct AgreedField {
     const char* name;
     std::uint64_t (*value)(const NotifyHeader&);
+    const char* (*text)(std::uint64_t) = nullptr;  // of a value that stands for a name
 };
 constexpr AgreedField kAgreed[] = {
     {"protocol", [](const NotifyHeader& h) -> std::uint64_t { return h.magic; }},
-    {"operation", [](const NotifyHeader& h) -> std::uint64_t { return h.operation; }},
+    {"operation", [](const NotifyHeader& h) -> std::uint64_t { return h.operation; },
+     [](std::uint64_t kind) { return kind_name(static_cast<std::uint32_t>(kind)); }},
     {"number of the call", [](const NotifyHeader& h) -> std::uint64_t { return h.epoch; }},
     {"the handle (number of its dispatch, 0: none)",
      [](const NotifyHeader& h) -> std::uint64_t { return h.handle_epoch; }},
+    {"type of x", [](const NotifyHeader& h) { return static_cast<std::uint64_t>(h.element); }, element_name},
+    {"type of the scales", [](const NotifyHeader& h) { return static_cast<std::uint64_t>(h.scale_element); },
+     element_name},
+    {"bytes of the scales of a row", [](const NotifyHeader& h) -> std::uint64_t { return h.scale_bytes; }},
     {"bytes of a row", [](const NotifyHeader& h) -> std::uint64_t { return h.row_bytes; }},
     {"num_topk", [](const NotifyHeader& h) -> std::uint64_t { return h.topk; }},
     {"bytes of a top-k index", [](const NotifyHeader& h) -> std::uint64_t { return h.index_bytes; }},
@@ -39,8 +63,8 @@ constexpr AgreedField kAgreed[] = {
 };
 
 std::string field_text(const AgreedField& field, const NotifyHeader& header) {
-    if (std::strcmp(field.name, "operation") == 0) return kind_name(header.operation);
-    return std::to_string(field.value(header));
+    const std::uint64_t value = field.value(header);
+    return field.text != nullptr ? field.text(value) : std::to_string(value);
 }
 
 }  // namespace

@@ -349,7 +349,7 @@ class DispatchResult:
     @property
     def layout(self) -> dict:
         """
-        dict: byte offsets from the start of my data region: x [N, row_bytes], src_idx i32[N], topk_idx [N, K] of the index type sent (local ids, -1 elsewhere; None without), topk_weights f32[N, K] (0 where the id is -1; None without).
+        dict: byte offsets from the start of my data region: x [N, row_bytes], src_idx i32[N], topk_idx [N, K] of the index type sent (local ids, -1 elsewhere; None without), topk_weights f32[N, K] (0 where the id is -1; None without), scales [N, scale_bytes] (None without).
         """
 
     @property
@@ -377,12 +377,13 @@ class Exchange:
         with both numbers.
         """
 
-    def dispatch(self, x: int, tokens: int, row_bytes: int, in_rank: int, topk_idx: int, topk_index_bytes: int, topk: int, topk_weights: int, counts_per_rank: int, counts_per_node: int, counts_per_expert: int, num_experts: int, expert_first: Sequence[int], handle: ExchangeHandle | None, offer_offset: int, offer_capacity: int, timeout_ms: int) -> DispatchResult:
+    def dispatch(self, x: int, tokens: int, row_bytes: int, x_type: str, scales: int, scale_bytes: int, scales_type: str, in_rank: int, topk_idx: int, topk_index_bytes: int, topk: int, topk_weights: int, counts_per_rank: int, counts_per_node: int, counts_per_expert: int, num_experts: int, expert_first: Sequence[int], handle: ExchangeHandle | None, offer_offset: int, offer_capacity: int, timeout_ms: int) -> DispatchResult:
         """
         Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by source rank,
         then source token, at offer_offset (a multiple of 64) in my data region.
 
-        x: [tokens, row_bytes] contiguous, anywhere. in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global ids of
+        x: [tokens, row_bytes] contiguous, anywhere, of element type x_type. scales (scale_bytes 0: none): [tokens, scale_bytes] of
+        element type scales_type ('' without). in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global ids of
         topk_index_bytes (4 or 8). topk_weights (0: none): f32[tokens, topk], needs topk_idx. counts_per_rank i32[R], counts_per_node
         i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert only from topk_idx): checked against in_rank
         and topk_idx. expert_first: R + 1 entries. Nothing is read where tokens is 0, but all ranks must agree on whether there are
@@ -433,7 +434,7 @@ class Exchange:
         """
 
     @staticmethod
-    def extent_bytes(kind: str, rows: int, row_bytes: int, topk: int, index_bytes: int, has_weights: bool) -> int:
+    def extent_bytes(kind: str, rows: int, row_bytes: int, topk: int, index_bytes: int, has_weights: bool, scale_bytes: int = 0) -> int:
         """
         Bytes of the extent that a 'dispatch' receiving `rows` rows needs (topk 0: without ids), or that a 'combine' of `rows`
         rows needs where x and the weights are not in the data region.

@@ -98,10 +98,10 @@ def exchange_layout(rank: int, node_of: Sequence[int], local_experts_max: int, r
     Sizes of a rank's regions and its entry rank in every node, as the core computes them.
     """
 
-def exchange_chunk_rows(slot_bytes: int, row_bytes: int, mask_words: int, topk: int, index_bytes: int, has_weights: bool) -> int:
+def exchange_chunk_rows(slot_bytes: int, row_bytes: int, mask_words: int, topk: int, index_bytes: int, has_weights: bool, scale_bytes: int) -> int:
     """Rows that fit a ring slot."""
 
-def exchange_extent(rows: int, row_bytes: int, topk: int, index_bytes: int, has_weights: bool) -> tuple:
+def exchange_extent(rows: int, row_bytes: int, topk: int, index_bytes: int, has_weights: bool, scale_bytes: int) -> tuple:
     """Offsets inside a dispatch's extent."""
 
 def rows_isas() -> list[str]:

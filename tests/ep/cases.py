@@ -34,6 +34,7 @@ class Case:
     seed: int = 0
     staging: int = 0  # num_rdma_bytes: small rings make credits turn round
     provider: str | None = None
+    scales: str = ""  # FP8 rows with scales of this dtype
 
     @property
     def ranks(self) -> int:
@@ -46,11 +47,19 @@ class Inputs:
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
     biases: tuple[torch.Tensor, ...]
+    scales: torch.Tensor | None = None
+
+    def sent(self, again: bool = False) -> Any:
+        """What is given as x; `again`: other rows, and scales, of the same shape."""
+        x = -self.x if self.scales is None else (-self.x.float()).to(self.x.dtype)
+        if not again:
+            x = self.x
+        return x if self.scales is None else (x, self.scales + 1 if again else self.scales)
 
 
 def _strided(values: torch.Tensor) -> torch.Tensor:
     """The same values in a tensor whose rows are neither adjacent nor dense."""
-    wide = torch.full((values.shape[0] * 2 + 1, values.shape[1] * 2 + 1), -7, dtype=values.dtype)
+    wide = torch.full((values.shape[0] * 2 + 1, values.shape[1] * 2 + 1), -7).to(values.dtype)
     view = wide[1::2, 1::2]
     view.copy_(values)
     assert values.numel() == 0 or not view.is_contiguous() or values.shape == (1, 1)
@@ -75,11 +84,18 @@ def inputs(case: Case, rank: int) -> Inputs:
     weights = torch.rand((tokens, topk), generator=random) if case.weights else None
     biases = tuple(torch.randn((tokens, case.hidden), generator=random).bfloat16() for _ in range(case.biases))
     ids = ids.to(getattr(torch, case.index))
+    scales = None
+    if case.scales:
+        x = (x * 16).to(torch.float8_e4m3fn)
+        width = -(-case.hidden // (128 if case.scales == "float32" else 512))
+        scales = (torch.rand((tokens, width), generator=random) * 1000).to(getattr(torch, case.scales))
+        scales = scales.t().contiguous().t()  # column-major, as quantisation leaves them
     if case.strided:
         x, ids = _strided(x), _strided(ids)
+        scales = _strided(scales) if scales is not None else None
         weights = _strided(weights) if weights is not None else None
         biases = tuple(_strided(bias) for bias in biases)
-    return Inputs(x, ids, weights, biases)
+    return Inputs(x, ids, weights, biases, scales)
 
 
 def expert_output(received: torch.Tensor, rank: int) -> torch.Tensor:
@@ -119,7 +135,17 @@ def _plain(value: torch.Tensor | None) -> Any:
     """As a numpy array: pickled by value."""
     if value is None:
         return None
-    return value.view(torch.int16).numpy().copy() if value.dtype == torch.bfloat16 else value.numpy().copy()
+    bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}.get(value.dtype, value.dtype)
+    return value.view(bits).numpy().copy()
+
+
+def _rows(received: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows and scales of what a dispatch returned."""
+    if isinstance(received, torch.Tensor):
+        return received, None
+    rows, scales = received
+    assert scales.is_contiguous(), "received scales are row-major"
+    return rows, scales
 
 
 def run_case(rank: Rank, case: Case) -> dict[str, Any]:
@@ -154,12 +180,13 @@ def _run_case(rank: Rank, case: Case) -> dict[str, Any]:
         "num_tokens_per_expert": per_expert,
     }
     received, ids, weights, counts, handle, event = buffer.dispatch(
-        given.x, topk_idx=given.topk_idx, topk_weights=given.topk_weights, expert_alignment=8, **layout
+        given.sent(), topk_idx=given.topk_idx, topk_weights=given.topk_weights, expert_alignment=8, **layout
     )
     assert event.event is None
+    received, scales = _rows(received)
     if received.numel():
         _check_region(region, received, buffer.runtime, given)
-    out |= {"x": _plain(received), "topk_idx": _plain(ids), "topk_weights": _plain(weights), "counts": counts}
+    out |= {"x": _plain(received), "scales": _plain(scales), "topk_idx": _plain(ids), "topk_weights": _plain(weights), "counts": counts}
     out |= {"real_counts": list(handle.num_recv_tokens_per_expert), "src_idx": _plain(handle.recv_src_idx)}
     out["prefix"] = _plain(handle.rank_prefix_matrix)
     y = expert_output(received, rank.rank)
@@ -170,9 +197,14 @@ def _run_case(rank: Rank, case: Case) -> dict[str, Any]:
     assert event.event is not None
     out |= {"combined": _plain(combined), "combined_weights": _plain(combined_weights)}
     # The same routing again, other rows; and a combine whose input lies in the data region already.
-    again, *rest, event = buffer.dispatch(-given.x, handle=handle, previous_event=event, async_finish=True, allocate_on_comm_stream=True)
+    again, *rest, event = buffer.dispatch(
+        given.sent(again=True), handle=handle, previous_event=event, async_finish=True, allocate_on_comm_stream=True
+    )
     assert rest == [None, None, None, None]
-    out["again"] = _plain(again)
+    again, scales = _rows(again)
+    out |= {"again": _plain(again), "again_scales": _plain(scales)}
+    if scales is not None:
+        again = again.bfloat16()
     out["again_combined"] = _plain(buffer.combine(again, handle)[0])
     # Zeros of either sign and any NaN: the same bits from rows that are summed on their way and from rows that are not.
     again.view(torch.int16)[::2, ::3] = -0x8000
@@ -189,7 +221,13 @@ def _check_region(region: torch.Tensor, received: torch.Tensor, runtime: Any, gi
     topk = given.topk_idx.shape[1]
     row_bytes = received.shape[1] * received.element_size()
     used = runtime._exchange.extent_bytes(
-        "dispatch", received.shape[0], row_bytes, topk, given.topk_idx.element_size(), given.topk_weights is not None
+        "dispatch",
+        received.shape[0],
+        row_bytes,
+        topk,
+        given.topk_idx.element_size(),
+        given.topk_weights is not None,
+        0 if given.scales is None else given.scales.shape[1] * given.scales.element_size(),
     )
     if not 0 <= start < POISONED_BYTES - used - BEHIND_BYTES:
         return  # a copy, or larger than what was poisoned

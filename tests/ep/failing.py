@@ -172,6 +172,19 @@ def other_shape(rank: Rank, node_of: Sequence[int]) -> Described:
     return error
 
 
+def other_type(rank: Rank, node_of: Sequence[int]) -> Described:
+    """Rows of as many bytes, of another type on one rank."""
+    buffer = Buffer(rank.group, 4 << 20, node_of=node_of)
+    x, ids, _ = rows_of(rank.rank)
+    given: Any = x
+    if rank.rank == 1:
+        given = (torch.zeros((len(x), 2 * x.shape[1]), dtype=torch.float8_e4m3fn), torch.ones(len(x), 1))
+    error = caught(lambda: dispatch_rows(buffer, given, ids, None))
+    round_trip(buffer, rank.rank)
+    buffer.destroy()
+    return error
+
+
 def too_much(rank: Rank, node_of: Sequence[int]) -> Described:
     """More rows than the data region of one rank has room for."""
     buffer = Buffer(rank.group, 64 << 10, node_of=node_of)

@@ -57,13 +57,20 @@ def cases(node_of: tuple[int, ...]) -> list[Case]:
         replace(plain, strided=True, biases=2, hidden=24, seed=12),
         replace(plain, weights=False, index="int32", hidden=1, seed=13),
         replace(plain, topk=9, experts=257, seed=14),
+        replace(plain, scales="float32", hidden=1037, tokens=some(ranks, 9), seed=15),
+        replace(plain, scales="int32", hidden=2048, strided=True, topk=3, index="int32", weights=False, seed=16),
     ]
 
 
 def plain(value: torch.Tensor | None) -> Any:
     if value is None:
         return None
-    return value.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
+    bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}.get(value.dtype, value.dtype)
+    return value.contiguous().view(bits).numpy()
+
+
+def rows_and_scales(sent: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return (sent, torch.empty(len(sent), 0)) if isinstance(sent, torch.Tensor) else sent
 
 
 def expected(case: Case) -> list[dict[str, Any]]:
@@ -73,12 +80,13 @@ def expected(case: Case) -> list[dict[str, Any]]:
     weights = [one.topk_weights for one in given] if case.weights else None
     layouts = [reference_layout(one, case.experts, case.node_of) for one in ids]
     in_ranks = [layout.in_rank for layout in layouts]
-    received = reference_dispatch([one.x for one in given], in_ranks, ids, weights, case.experts)
-    again = reference_dispatch([-one.x for one in given], in_ranks)
+    sent, sent_again = ([rows_and_scales(one.sent(again)) for one in given] for again in (False, True))
+    received = reference_dispatch([x for x, _ in sent], in_ranks, ids, weights, case.experts, [scales for _, scales in sent])
+    again = reference_dispatch([x for x, _ in sent_again], in_ranks, scales=[scales for _, scales in sent_again])
     ys = [expert_output(one.x, rank) for rank, one in enumerate(received)]
     received_weights = [one.topk_weights for one in received] if case.weights else None
     combined = reference_combine(ys, in_ranks, case.node_of, received_weights, [one.biases for one in given])
-    again_combined = reference_combine([one.x for one in again], in_ranks, case.node_of)
+    again_combined = reference_combine([one.x.bfloat16() for one in again], in_ranks, case.node_of)
     prefix = torch.stack([layout.per_rank for layout in layouts]).cumsum(0, dtype=torch.int32)
     return [
         {
@@ -87,6 +95,8 @@ def expected(case: Case) -> list[dict[str, Any]]:
             "per_expert": plain(layouts[rank].per_expert),
             "in_rank": plain(layouts[rank].in_rank),
             "x": plain(received[rank].x),
+            "scales": plain(received[rank].scales) if case.scales else None,
+            "again_scales": plain(again[rank].scales) if case.scales else None,
             "topk_idx": plain(received[rank].topk_idx),
             "topk_weights": plain(received[rank].topk_weights),
             "real_counts": received[rank].expert_counts,
@@ -131,3 +141,4 @@ def test_rings_that_turn_round(world: World, table: str, provider: str) -> None:
     case = Case(node_of, some(len(node_of), 200), hidden=4096, experts=24, topk=6, staging=1 << 20, provider=provider, seed=21)
     check(world, case)
     check(world, replace(case, ids="skewed", biases=1, seed=22))
+    check(world, replace(case, scales="float32", seed=23))

@@ -161,6 +161,9 @@ def test_another_call_is_named_and_survived(world: World, node_of: tuple[int, ..
         assert "rank 1" in message
         assert "64" in message
         assert "96" in message
+    for kind, _, message in world.run(3, failing.other_type, node_of):
+        assert kind == "MismatchError"
+        assert "type of x is bfloat16 on rank 0 and float8_e4m3fn on rank 1" in message
 
 
 @pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 1, 1)], ids=str)

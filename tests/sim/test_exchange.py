@@ -36,6 +36,7 @@ SITUATIONS = (
     "combine_only_weights_copied",
     "combine_weights",
     "dispatch_cached",
+    "dispatch_scales",
     "dispatch_weights",
     "dispatch_without_topk",
     "duplicate_ids",

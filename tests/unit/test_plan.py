@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 import torch
@@ -85,34 +87,35 @@ def test_region_sizes_and_entries_equal_the_core(table: tuple[int, ...], experts
         assert core["entries"] == [nodes.entry(rank, node) for node in range(nodes.count)]
 
 
-SHAPES = (st.integers(1, 20_000), st.integers(0, 3), st.integers(0, 22), st.sampled_from([4, 8]), st.booleans())
+SHAPES = (st.integers(1, 20_000), st.integers(0, 3), st.integers(0, 22), st.sampled_from([4, 8]), st.booleans(), st.integers(0, 300))
 
 
 @given(st.integers(1, 2_000).map(lambda lines: lines * 64), *SHAPES)
-def test_chunk_rows_equal_the_core(slot: int, row: int, words: int, topk: int, index: int, weights: bool) -> None:
+def test_chunk_rows_equal_the_core(slot: int, row: int, words: int, topk: int, index: int, weights: bool, scales: int) -> None:
     weights = weights and topk > 0
-    shape = (slot, row, words, topk, index, weights)
+    shape = (slot, row, words, topk, index, weights, scales)
     assert plan.chunk_rows(*shape) == _simulation.exchange_chunk_rows(*shape)
 
 
-@given(st.integers(0, 5_000), st.integers(1, 20_000), st.integers(0, 22), st.sampled_from([4, 8]), st.booleans())
-def test_extents_equal_the_core_and_do_not_overlap(rows: int, row: int, topk: int, index: int, weights: bool) -> None:
-    extent = plan.dispatch_extent(rows, row, topk, index, weights)
-    core = _simulation.exchange_extent(rows, row, topk, index, weights)
-    assert core == (extent.rows, extent.src_idx, extent.topk_idx, extent.topk_weights, extent.total)
+@given(st.integers(0, 5_000), st.integers(1, 20_000), st.integers(0, 22), st.sampled_from([4, 8]), st.booleans(), st.integers(0, 300))
+def test_extents_equal_the_core_and_do_not_overlap(rows: int, row: int, topk: int, index: int, weights: bool, scales: int) -> None:
+    extent = plan.dispatch_extent(rows, row, topk, index, weights, scales)
+    core = _simulation.exchange_extent(rows, row, topk, index, weights, scales)
+    assert core == astuple(extent)
     assert rows * row <= extent.src_idx
     assert extent.src_idx + rows * 4 <= extent.topk_idx
     assert extent.topk_idx + rows * topk * index <= extent.topk_weights
-    assert extent.topk_weights + (rows * topk * 4 if weights else 0) <= extent.total
+    assert extent.topk_weights + (rows * topk * 4 if weights else 0) <= extent.scales
+    assert extent.scales + rows * scales <= extent.total
 
 
 @pytest.mark.parametrize("rows", [(1 << 32) // 14336 - 1, (1 << 32) // 14336 + 1, 600_000, 3_000_000])
 def test_extents_beyond_4_gib_equal_the_core(rows: int) -> None:
     """Offsets are 64-bit throughout."""
-    extent = plan.dispatch_extent(rows, 14336, 16, 8, True)
-    assert _simulation.exchange_extent(rows, 14336, 16, 8, True) == (0, extent.src_idx, extent.topk_idx, extent.topk_weights, extent.total)
+    extent = plan.dispatch_extent(rows, 14336, 16, 8, True, 448)
+    assert _simulation.exchange_extent(rows, 14336, 16, 8, True, 448) == astuple(extent)
     assert extent.src_idx >= rows * 14336
-    assert extent.total >= rows * (14336 + 4 + 16 * 12)
+    assert extent.total >= rows * (14336 + 4 + 16 * 12 + 448)
 
 
 def test_rings_beyond_4_gib_equal_the_core() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from expertwire.ep.cpu.backend import CpuBackend
 
 topk_idx_t = torch.int64
+_Sent = TypeVar("_Sent", torch.Tensor, tuple[torch.Tensor, torch.Tensor])  # BF16 rows, or FP8 rows with scales
 
 # Names that variants of DeepEP's Buffer take and that ask for nothing here.
 _VARIANTS = frozenset({"use_fabric", "allow_nvlink_for_normal_mode", "is_intranode"})
@@ -350,7 +351,7 @@ class Buffer:
     @keywords()
     def dispatch(
         self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        x: _Sent,
         handle: Handle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
@@ -364,11 +365,11 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+    ) -> tuple[_Sent, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         """Send each row to every rank that has one of its experts. Collective.
 
         Args:
-            x: rows bf16 [T, H], any strides.
+            x: rows bf16 [T, H], any strides; or (rows fp8_e4m3 [T, H], scales f32 or int32 [T, S]), any strides, S the same on all ranks.
             handle: of an earlier dispatch: the same routing again; then every argument of the layout and top-k must be None.
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned.
             topk_idx: int64 or int32 [T, K], topk_weights: f32 [T, K]; both optional.
@@ -377,7 +378,8 @@ class Buffer:
             previous_event, async_finish, allocate_on_comm_stream: events are complete on CPU.
 
         Returns:
-            recv_x bf16 [N, H] by source rank, then source token; recv_topk_idx [N, K] of local experts, −1 elsewhere;
+            recv_x [N, H] of x's dtype, by source rank, then source token, for FP8 (recv_x, recv_scales [N, S]) with row-major scales;
+            recv_topk_idx [N, K] of local experts, −1 elsewhere;
             recv_topk_weights f32 [N, K], 0.0 where the id is −1; rows per local expert; handle; event. With `handle` only recv_x and event.
 
         Raises:
@@ -399,16 +401,17 @@ class Buffer:
         if handle is not None:
             routing = checks.handle(handle, self._identity)
             checks.absent("when handle is given, which has the routing already", **layout)
-            rows = checks.rows("x", x, routing.num_tokens)
+            given = checks.payload("x", x, routing.num_tokens)
             with self._calling("dispatch"):
-                return self.runtime.dispatch_again(rows, routing), None, None, None, None, _event(async_finish)
-        rows = checks.rows("x", x)
+                again = self.runtime.dispatch_again(given, routing)
+            return cast(_Sent, again), None, None, None, None, _event(async_finish)
+        given = checks.payload("x", x)
         with self._calling("dispatch"):
-            fresh = checks.routing(rows.shape[0], self.node_of, layout)
-            received = self.runtime.dispatch(rows, fresh, alignment, self._identity)
+            fresh = checks.routing(given.x.shape[0], self.node_of, layout)
+            received = self.runtime.dispatch(given, fresh, alignment, self._identity)
         made = received.handle
         return (
-            received.rows,
+            cast(_Sent, received.rows),
             received.topk_idx,
             received.topk_weights,
             made.num_recv_tokens_per_expert_aligned,

@@ -17,7 +17,10 @@ from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeEr
 _DEVICES = ("cpu",)
 # Failures found before a row left, and by every rank alike where they concern all: the Buffer stays usable.
 UNSENT = (InvalidArgumentError, UnavailableError, MismatchError, CapacityError)
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # as a dispatch returns them: FP8 with scales
 ID_TYPES = (torch.int64, torch.int32)
+FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+SCALE_TYPES = (torch.float32, torch.int32)  # int32: four UE8M0 exponents each
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str]) -> torch.Tensor:
@@ -36,15 +39,38 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Seque
 
 
 def rows(name: str, value: object, count: int | None = None, hidden: int | None = None) -> torch.Tensor:
-    """BF16 rows [count, hidden], contiguous. FP8 is refused by name: it is not there yet."""
-    if isinstance(value, tuple):
-        raise UnavailableError(f"{name} is a tuple of {len(value)} (rows with scales); FP8 is not there yet, give a bfloat16 tensor")
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        raise UnavailableError(f"{name} has dtype {value.dtype}; FP8 is not there yet, give a bfloat16 tensor")
-    found = tensor(name, value, (torch.bfloat16,), ("tokens" if count is None else count, "hidden" if hidden is None else hidden))
+    """BF16 rows [count, hidden], contiguous."""
+    return _rows(name, value, (torch.bfloat16,), count, hidden)
+
+
+def _rows(name: str, value: object, dtypes: Sequence[torch.dtype], count: int | None, hidden: int | None) -> torch.Tensor:
+    found = tensor(name, value, dtypes, ("tokens" if count is None else count, "hidden" if hidden is None else hidden))
     if found.shape[1] < 1:
         raise InvalidArgumentError(f"{name} has shape {list(found.shape)}; a row needs at least 1 element")
     return found
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a dispatch sends for each token, contiguous: a row, and the scales of its FP8 elements."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+def payload(name: str, value: object, count: int | None = None) -> Payload:
+    """BF16 rows [count, hidden], or a pair of FP8 rows and their scales f32 or int32 [count, any]."""
+    if isinstance(value, torch.Tensor) and value.dtype in FP8_TYPES:
+        raise InvalidTypeError(f"{name} has dtype {value.dtype} and no scales; FP8 rows are given as a tuple ({name}, scales)")
+    if not isinstance(value, tuple | list):
+        return Payload(rows(name, value, count))
+    if len(value) != 2:
+        raise InvalidArgumentError(f"{name} is a tuple of {len(value)}; it must be a tensor or a tuple of FP8 rows and their scales")
+    found = _rows(f"{name}[0]", value[0], FP8_TYPES, count, None)
+    scales = tensor(f"{name}[1], the scales,", value[1], SCALE_TYPES, (found.shape[0], "scales"))
+    if scales.shape[1] < 1:
+        raise InvalidArgumentError(f"{name}[1], the scales, has shape {list(scales.shape)}; a row needs at least 1 scale")
+    return Payload(found, scales)
 
 
 def expert_ids(name: str, value: object, tokens: int | None = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 ALIGNMENT = 64
-NOTIFY_HEADER_BYTES = 120
+NOTIFY_HEADER_BYTES = 128
 CHUNK_HEADER_BYTES = 16
 COUNT_MAX = (1 << 28) - 1  # rows or chunks that one rank may count in one call
 
@@ -121,21 +121,24 @@ class Extent:
     src_idx: int
     topk_idx: int
     topk_weights: int
+    scales: int
     total: int
 
 
-def dispatch_extent(rows: int, row_bytes: int, topk: int, index_bytes: int, has_weights: bool) -> Extent:
-    """What a dispatch that receives `rows` rows writes: rows, src_idx i32[N], topk_idx [N, K], topk_weights f32[N, K]."""
+def dispatch_extent(rows: int, row_bytes: int, topk: int, index_bytes: int, has_weights: bool, scale_bytes: int) -> Extent:
+    """What a dispatch that receives `rows` rows writes: x, src_idx i32[N], topk_idx [N, K], topk_weights f32[N, K], scales [N, bytes]."""
     src_idx = align_up(rows * row_bytes)
     indices = align_up(src_idx + rows * 4)
     weights = align_up(indices + rows * topk * index_bytes)
-    return Extent(0, src_idx, indices, weights, align_up(weights + (rows * topk * 4 if has_weights else 0)))
+    scales = align_up(weights + (rows * topk * 4 if has_weights else 0))
+    return Extent(0, src_idx, indices, weights, scales, align_up(scales + rows * scale_bytes))
 
 
 def combine_extent(rows: int, row_bytes: int, topk: int, has_weights: bool) -> Extent:
     """What a combine of `rows` rows copies where its input does not lie in the data region: rows, weights f32[N, K]."""
     weights = align_up(rows * row_bytes)
-    return Extent(0, weights, weights, weights, align_up(weights + (rows * topk * 4 if has_weights else 0)))
+    end = align_up(weights + (rows * topk * 4 if has_weights else 0))
+    return Extent(0, weights, weights, weights, end, end)
 
 
 def control_bytes(nodes: Nodes, local_experts_max: int, ring_slots: int) -> int:
@@ -151,14 +154,15 @@ def staging_bytes(nodes: Nodes, rank: int, ring_slots: int, slot_bytes: int) -> 
     return (nodes.count - 1 + inner) * ring_slots * slot_bytes
 
 
-def chunk_rows(slot_bytes: int, row_bytes: int, mask_words: int, topk: int, index_bytes: int, has_weights: bool) -> int:
+def chunk_rows(slot_bytes: int, row_bytes: int, mask_words: int, topk: int, index_bytes: int, has_weights: bool, scale_bytes: int) -> int:
     """Rows that fit a ring slot with what travels beside them; 0: not even one. `mask_words` is 0 in a combine."""
 
     def size(rows: int) -> int:
         indices = CHUNK_HEADER_BYTES + rows * mask_words * 8
         weights = indices + -(-rows * topk * index_bytes // 8) * 8
         tokens = weights + (rows * topk * 4 if has_weights else 0)
-        return align_up(tokens + (rows * 4 if mask_words else 0)) + rows * row_bytes
+        scales = tokens + (rows * 4 if mask_words else 0)
+        return align_up(scales + rows * scale_bytes) + rows * row_bytes
 
     rows = min(max(slot_bytes - CHUNK_HEADER_BYTES, 0) // row_bytes, 1 << 20)
     while rows > 0 and size(rows) > slot_bytes:

@@ -28,7 +28,8 @@ class ReferenceLayout:
 
 @dataclass(frozen=True)
 class ReferenceReceived:
-    """What one rank receives: x [N, …], src_rank and src_idx i32[N], topk_idx [N, K] (local ids), topk_weights f32[N, K], raw counts."""
+    """What one rank receives: x [N, …], src_rank and src_idx i32[N], topk_idx [N, K] (local ids), topk_weights f32[N, K], raw counts,
+    scales [N, S]."""
 
     x: torch.Tensor
     src_rank: torch.Tensor
@@ -36,6 +37,7 @@ class ReferenceReceived:
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     expert_counts: list[int]
+    scales: torch.Tensor | None = None
 
 
 def round_bf16(value: torch.Tensor) -> torch.Tensor:
@@ -79,8 +81,10 @@ def reference_dispatch(
     topk_idx: Sequence[torch.Tensor] | None = None,
     topk_weights: Sequence[torch.Tensor] | None = None,
     num_experts: int = 0,
+    scales: Sequence[torch.Tensor] | None = None,
 ) -> list[ReferenceReceived]:
-    """What every rank receives. xs[r]: [T_r, …]; in_ranks[r]: bool[T_r, R]; topk_idx[r]: int [T_r, K]; topk_weights[r]: f32[T_r, K]."""
+    """What every rank receives. xs[r]: [T_r, …]; in_ranks[r]: bool[T_r, R]; topk_idx[r]: int [T_r, K]; topk_weights[r]: f32[T_r, K];
+    scales[r]: [T_r, S]."""
     ranks = len(xs)
     first = expert_first(num_experts, ranks)
     received = []
@@ -103,6 +107,7 @@ def reference_dispatch(
                 topk_idx=ids,
                 topk_weights=weights,
                 expert_counts=counts,
+                scales=None if scales is None else torch.cat([scales[source][pick] for source, pick in enumerate(picks)]),
             )
         )
     return received

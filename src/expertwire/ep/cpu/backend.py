@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from expertwire.ep.bootstrap import Launch, Wiring, connect, settings_for
-from expertwire.ep.checks import UNSENT, Routing
+from expertwire.ep.checks import UNSENT, Payload, Routing, Rows
 from expertwire.ep.config import align_up
 from expertwire.ep.cpu.outputs import Outputs
 from expertwire.ep.cpu.pool import EXTENT_ALIGNMENT, Extent, Pool
@@ -42,7 +42,7 @@ _NOWHERE = ctypes.create_string_buffer(64)
 class Received:
     """What a dispatch without a handle gives."""
 
-    rows: torch.Tensor
+    rows: Rows
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     handle: Handle
@@ -52,6 +52,14 @@ def _address(tensor: torch.Tensor | None) -> int:
     if tensor is None:
         return 0
     return tensor.data_ptr() if tensor.numel() else ctypes.addressof(_NOWHERE)
+
+
+def _row_bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.shape[1] * tensor.element_size()
+
+
+def _type_name(tensor: torch.Tensor | None) -> str:
+    return "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
 def _over(memory: ctypes.Array[ctypes.c_char], offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -211,17 +219,17 @@ class CpuBackend:
         )
         return per_rank, per_node, per_expert, in_rank
 
-    def dispatch(self, x: torch.Tensor, routing: Routing, expert_alignment: int, identity: object) -> Received:
+    def dispatch(self, sent: Payload, routing: Routing, expert_alignment: int, identity: object) -> Received:
         """Send rows by the routing given."""
         topk = 0 if routing.topk_idx is None else routing.topk_idx.shape[1]
-        offer, result = self._exchange_rows(x, routing, None)
+        offer, result = self._exchange_rows(sent, routing, None)
         handle = Handle(
             native=result.handle,
             buffer=identity,
             rank=self.rank,
             node_of=self.node_of,
             num_experts=routing.num_experts,
-            num_tokens=x.shape[0],
+            num_tokens=sent.x.shape[0],
             num_recv_tokens=result.received,
             num_topk=topk,
             expert_alignment=expert_alignment,
@@ -230,15 +238,15 @@ class CpuBackend:
             # A copy: the handle shall not keep the rows' memory alive.
             recv_src_idx=self.data_tensor(torch.int32, result.layout["src_idx"], (result.received,)).clone(),
         )
-        row_bytes = x.shape[1] * x.element_size()
+        row_bytes = sent.x.shape[1] * torch.bfloat16.itemsize  # a combine's
         self._pool.reserve_for(handle, self._exchange.extent_bytes("combine", result.received, row_bytes, topk, 8, topk > 0))
-        rows, topk_idx, topk_weights = self._results(offer, result, x, routing)
+        rows, topk_idx, topk_weights = self._results(offer, result, sent, routing)
         return Received(rows, topk_idx, topk_weights, handle)
 
-    def dispatch_again(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def dispatch_again(self, sent: Payload, handle: Handle) -> Rows:
         """Send rows by the routing of an earlier dispatch."""
-        offer, result = self._exchange_rows(x, None, handle)
-        return self._results(offer, result, x, None)[0]
+        offer, result = self._exchange_rows(sent, None, handle)
+        return self._results(offer, result, sent, None)[0]
 
     def combine(
         self, x: torch.Tensor, handle: Handle, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
@@ -285,14 +293,18 @@ class CpuBackend:
         finally:
             self._finalizer()
 
-    def _exchange_rows(self, x: torch.Tensor, routing: Routing | None, handle: Handle | None) -> tuple[Extent, DispatchResult]:
+    def _exchange_rows(self, sent: Payload, routing: Routing | None, handle: Handle | None) -> tuple[Extent, DispatchResult]:
         topk_idx = None if routing is None else routing.topk_idx
         offer = self._pool.offer()
         try:
             result = self._exchange.dispatch(
-                _address(x),
-                x.shape[0],
-                x.shape[1] * x.element_size(),
+                _address(sent.x),
+                sent.x.shape[0],
+                _row_bytes(sent.x),
+                _type_name(sent.x),
+                _address(sent.scales),
+                _row_bytes(sent.scales),
+                _type_name(sent.scales),
                 0 if routing is None else _address(routing.in_rank),
                 _address(topk_idx),
                 8 if topk_idx is None else topk_idx.element_size(),
@@ -314,8 +326,8 @@ class CpuBackend:
         return offer, result
 
     def _results(
-        self, offer: Extent, result: DispatchResult, x: torch.Tensor, routing: Routing | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        self, offer: Extent, result: DispatchResult, sent: Payload, routing: Routing | None
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None]:
         """Rows, ids and weights received: views of the data region, or copies where a view would eat into the reserve."""
         received, layout = result.received, result.layout
         memory = self._pool.keep(offer, result.used_bytes) if received else None
@@ -325,7 +337,8 @@ class CpuBackend:
             found = _over(source, layout[name] - offer.offset, dtype, (received, width))
             return found if memory is not None else found.clone()
 
-        rows = tensor("x", x.dtype, x.shape[1])
+        x = tensor("x", sent.x.dtype, sent.x.shape[1])
+        rows: Rows = x if sent.scales is None else (x, tensor("scales", sent.scales.dtype, sent.scales.shape[1]))
         topk_idx = topk_weights = None
         if routing is not None and routing.topk_idx is not None:
             topk_idx = tensor("topk_idx", routing.topk_idx.dtype, routing.topk_idx.shape[1])
