@@ -18,11 +18,19 @@ struct PumpResult {
     bool moved() const { return completions + posted > 0; }
 };
 
+// Kept from turn to turn: to make these tables anew took 3 % of a sender's time at 7 KiB, where a turn has one
+// completion.
+struct PumpTables {
+    std::array<Completion, 64> completions;
+    std::array<PostCommand, 64> commands;
+};
+
 // `arrivals` is what the provider's poll() appends to. Bounded: at most `rounds` × 64 completions and as many posts.
 template <class AnyProvider, class Arrivals>
-PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds = 4) {
+PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds,
+                PumpTables& tables) {
     PumpResult result;
-    std::array<Completion, 64> completions;
+    auto& [completions, commands] = tables;
     for (std::uint32_t round = 0; round < rounds; ++round) {
         const std::size_t count = provider.poll(std::span<Completion>(completions), arrivals);
         for (std::size_t i = 0; i < count; ++i) engine.on_completion(completions[i], now);
@@ -30,7 +38,6 @@ PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeN
         if (count < completions.size()) break;
     }
     engine.step(now);
-    std::array<PostCommand, 64> commands;
     for (std::uint32_t round = 0; round < rounds; ++round) {
         const std::size_t count = engine.take_posts(std::span<PostCommand>(commands), now);
         std::uint32_t pushed_back = 0;
@@ -45,6 +52,12 @@ PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeN
         if (count < commands.size() || pushed_back > 0) break;
     }
     return result;
+}
+
+template <class AnyProvider, class Arrivals>
+PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds = 4) {
+    PumpTables tables;
+    return pump(engine, provider, arrivals, now, rounds, tables);
 }
 
 }  // namespace expertwire

@@ -96,6 +96,7 @@ void forget_peer(ContextState& state, std::uint32_t rank) {
 void ContextState::count_rank_on_host(int change) {
     ranks_on_host = static_cast<std::uint32_t>(static_cast<int>(ranks_on_host) + change);
     spin_allowed.store(cores >= 2 && cores >= ranks_on_host, std::memory_order_relaxed);
+    thread_has_core.store(cores >= 2 * ranks_on_host && cores >= 4, std::memory_order_relaxed);
 }
 
 void ContextState::check_rank(std::uint32_t rank, const char* what) const {

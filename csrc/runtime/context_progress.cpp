@@ -89,7 +89,7 @@ bool ContextState::turn(TimeNs budget_ns) {
     if (barriers_due && again) send_barriers(now);
     while (true) {
         Observed observed(*this, now);
-        const PumpResult result = pump(*engine, observed, arrivals_scratch, now, 1);
+        const PumpResult result = pump(*engine, observed, arrivals_scratch, now, 1, pump_tables);
         starved = result.again > 0;
         const bool arrived = !arrivals_scratch.empty();
         if (arrived) collect_arrivals();

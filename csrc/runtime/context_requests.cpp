@@ -13,7 +13,8 @@ namespace {
 
 constexpr TimeNs caller_turn_ns = 20'000;  // SPEC T13
 constexpr TimeNs spin_ns = 20'000;
-constexpr TimeNs yield_ns = 200'000;  // after that, whoever else can run goes first
+constexpr TimeNs yields_least_ns = 200'000;   // after that, whoever else can run goes first …
+constexpr TimeNs yields_most_ns = 1'000'000;  // … and, where completions come no closer than that, for so long
 constexpr TimeNs slice_ns = 50'000'000;
 constexpr TimeNs no_thread_sleep_ns = 200'000;  // nobody else makes progress while we sleep
 
@@ -28,6 +29,25 @@ void check_range(std::uint32_t rank, const char* what, const std::string& name, 
                             std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
                             " do not lie within it");
 }
+
+// A submission is a caller's turn (SPEC T13): the thread stays away for a moment after it too, so that a burst of posts
+// has the token. Where cores are short whoever is counted has to say that it leaves, which costs more than the turn.
+class Inside {
+  public:
+    explicit Inside(ContextState& state) : state_(state), counted_(state.spin_allowed.load(std::memory_order_relaxed)) {
+        if (counted_) state_.helpers.fetch_add(1, std::memory_order_seq_cst);
+    }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+    ~Inside() {
+        state_.last_help_ns.store(now_ns(), std::memory_order_relaxed);
+        if (counted_) state_.helpers.fetch_sub(1, std::memory_order_seq_cst);
+    }
+
+  private:
+    ContextState& state_;
+    bool counted_;
+};
 
 }  // namespace
 
@@ -139,14 +159,12 @@ Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec>
         const std::uint32_t seen = doorbell().seen();
         bool moved = false;
         {
+            const Inside inside(state);
             const TokenGuard guard(*this, until_ns);
             if (guard) {
                 const Engine::Submitted submitted = state.submit_user(rank, chunks, controls, level, now_ns());
                 // One round posts it; whatever else is to do is for waits and the thread.
                 moved = state.turn(submitted.status == Status::would_block ? caller_turn_ns : 0);
-                // A caller's turn (SPEC T13): the thread stays away for a moment, so that a burst of posts has the
-                // token.
-                state.last_help_ns.store(now_ns(), std::memory_order_relaxed);
                 if (submitted.status != Status::would_block) {
                     // AGAIN need not end with an event: the thread has to look again by itself.
                     if (state.starved) state.thread.kick();
@@ -253,13 +271,16 @@ Status Context::wait_slice(Ticket request, TimeNs until_ns) {
         if (now >= until_ns) break;
         if (moved || moved_ns == 0) moved_ns = now;
         if (moved) continue;
-        if (may_spin() && now - moved_ns < yield_ns) {
+        if (may_spin() && now - moved_ns < state.wait_yields_ns.load(std::memory_order_relaxed)) {
             if (now - moved_ns >= spin_ns) sched_yield();
             continue;
         }
         leave_help();
         const TimeNs most = state.thread.running() ? slice_ns : no_thread_sleep_ns;
         const bool rang = bell.wait(seen, std::min(most, until_ns - now));
+        // The thread in our place costs two wake-ups a completion: better to have stayed, if that was all.
+        state.wait_yields_ns.store(rang && now_ns() - moved_ns < yields_most_ns ? yields_most_ns : yields_least_ns,
+                                   std::memory_order_relaxed);
         // Not rung: a signal of the OS, or the slice is over. The binder looks at both.
         if (!rang && status(request) == Status::pending && state.thread.running()) {
             raise_if_peer_died(request);

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/pump.hpp"
 #include "provider/live_objects.hpp"
 #include "provider/provider.hpp"
 #include "runtime/blob.hpp"
@@ -120,12 +121,14 @@ struct ContextState {
     std::uint32_t cores = 1;           // of our cpuset
     std::uint32_t ranks_on_host = 1;   // ours included
     std::atomic<bool> spin_allowed{false};
+    std::atomic<bool> thread_has_core{false};  // beside every caller
 
     // Under the token.
     std::vector<RequestRecord> requests;      // by request slot
     std::vector<std::uint32_t> rank_of_slot;  // submission slot → rank of what was last posted there
     std::vector<Ticket> abandoned;            // given up while in flight
     std::vector<Arrival> arrivals_scratch;
+    PumpTables pump_tables;
     EndpointId endpoint{0};  // that of every lane
     Replacement replacement;
     Ticket sync_request;  // SPEC T3: the one request that may be in flight
@@ -146,6 +149,7 @@ struct ContextState {
     // SPEC T13: callers that drive progress right now, and when one last did.
     std::atomic<std::uint32_t> helpers{0};
     std::atomic<TimeNs> last_help_ns{0};
+    std::atomic<TimeNs> wait_yields_ns{200'000};  // a wait for a request goes on for so long before it sleeps
 
     std::atomic<bool> pulse_due{false};        // news for the others: beat soon
     std::atomic<bool> broadcast_pulse{false};  // the next turn sends the pulses

@@ -35,7 +35,9 @@ bool Context::turn(TimeNs budget_ns) {
     if (!state_->token.try_take()) return false;
     const TokenReturn back(state_->token);
     const bool moved = state_->turn(budget_ns);
-    state_->last_help_ns.store(now_ns(), std::memory_order_relaxed);
+    // Who stays says when it leaves.
+    if (state_->helpers.load(std::memory_order_relaxed) == 0)
+        state_->last_help_ns.store(now_ns(), std::memory_order_relaxed);
     return moved;
 }
 

@@ -17,11 +17,13 @@ namespace expertwire::runtime {
 
 namespace {
 
-constexpr TimeNs turn_ns = 50'000;          // longer than a caller's: nobody waits for the thread's return
-constexpr TimeNs spin_ns = 20'000;          // after something moved …
-constexpr TimeNs yield_ns = 200'000;        // … and, in a stream of arrivals, so long with yields
+constexpr TimeNs turn_ns = 50'000;            // longer than a caller's: nobody waits for the thread's return
+constexpr TimeNs spin_ns = 20'000;            // after something moved …
+constexpr TimeNs stream_gap_ns = 200'000;     // woken again so soon: a stream of arrivals …
+constexpr TimeNs stream_most_ns = 2'000'000;  // … beside which it yields, up to so long while it goes on
+constexpr std::uint32_t passes_a_yield = 4;
 constexpr TimeNs caller_stays_ns = 50'000;  // SPEC T13: parked for so long after a caller's last turn
-constexpr TimeNs park_most_ns = 1'000'000;  // while callers come back again and again, and do not say that they leave
+constexpr TimeNs park_most_ns = 1'000'000;  // beside callers who stay and share its core
 constexpr TimeNs park_told_ns = 5'000'000;  // beside a caller that says when it leaves; this bounds a lost word
 constexpr TimeNs tick_ns = 250'000'000;
 constexpr TimeNs busy_sleep_ns = 10'000'000;      // work is in flight and its completion wakes us: only a safety net
@@ -118,17 +120,22 @@ bool ProgressThread::caller_active(const ContextState& state) {
            now_ns() - state.last_help_ns.load(std::memory_order_relaxed) < caller_stays_ns;
 }
 
-// A caller drives progress: keep off its core, shortly at first, and longer where callers come back again and again:
-// each end of a park takes a core from one of them.
+// A caller drives progress: keep off its core, shortly at first, and longer where callers stay and the thread has no
+// core of its own: there each end of a park takes a core from one of them.
 void ProgressThread::park(ContextState& state) {
     parked_.store(true, std::memory_order_seq_cst);
     // Looked at again now that whoever leaves sees that it has to say so.
-    if (!state.spin_allowed && state.helpers.load(std::memory_order_seq_cst) > 0)
+    const bool inside = state.helpers.load(std::memory_order_seq_cst) > 0;
+    const bool told = inside && !state.spin_allowed;
+    if (told)
         nap(park_told_ns);
-    else if (caller_active(state) || state.token.held())
-        nap(park_ns_);
+    else if (inside || caller_active(state) || state.token.held())
+        nap(inside ? park_ns_ : caller_stays_ns);
     parked_.store(false, std::memory_order_seq_cst);
-    park_ns_ = std::min(2 * park_ns_, park_most_ns);
+    if (!caller_active(state))
+        park_ns_ = caller_stays_ns;  // slept past its going
+    else if (inside && !state.thread_has_core)
+        park_ns_ = std::min(2 * park_ns_, park_most_ns);
 }
 
 void ProgressThread::tick_if_due(ContextState& state) {
@@ -147,9 +154,10 @@ void ProgressThread::tick_if_due(ContextState& state) {
 }
 
 // True: do not sleep yet.
-bool ProgressThread::give_way(const ContextState& state, TimeNs idle_ns) const {
-    if (idle_ns >= (in_stream_ ? yield_ns : spin_ns)) return false;
-    if (!state.spin_allowed || idle_ns >= spin_ns) sched_yield();
+bool ProgressThread::give_way(const ContextState& state, TimeNs idle_ns) {
+    if (idle_ns >= (in_stream_ ? stream_ns_ : spin_ns)) return false;
+    // One turn in four: a yield that finds nobody costs as much as an empty turn.
+    if (!state.spin_allowed || (idle_ns >= spin_ns && ++passes_ % passes_a_yield == 0)) sched_yield();
     return true;
 }
 
@@ -182,7 +190,9 @@ void ProgressThread::sleep(ContextState& state) {
     // A peer's writes are no completion here, and yet they come one behind the other: look for the next before
     // sleeping.
     woken_ = state.spin_allowed && fd >= 0 && may_sleep && entries[1].revents != 0;
-    in_stream_ = woken_ && now_ns() - asleep_since < yield_ns;
+    in_stream_ = woken_ && now_ns() - asleep_since < stream_gap_ns;
+    // Each sleep within a stream costs the sender a wake-up of another core.
+    stream_ns_ = in_stream_ ? std::min(2 * stream_ns_, stream_most_ns) : stream_gap_ns;
     const std::size_t first_pidfd = fd >= 0 && may_sleep ? 2 : 1;
     for (std::size_t i = first_pidfd; i < entries.size(); ++i)
         if (entries[i].revents) next_tick_ns_ = 0;  // somebody has exited: look now

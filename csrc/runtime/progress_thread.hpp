@@ -35,7 +35,7 @@ class ProgressThread {
     static bool caller_active(const ContextState& state);
     void park(ContextState& state);
     void tick_if_due(ContextState& state);
-    bool give_way(const ContextState& state, TimeNs idle_ns) const;
+    bool give_way(const ContextState& state, TimeNs idle_ns);
     void sleep(ContextState& state);
     void nap(TimeNs timeout_ns);
 
@@ -51,6 +51,8 @@ class ProgressThread {
     TimeNs last_moved_ns_ = 0;
     std::uint32_t refused_sleeps_ = 0;
     TimeNs park_ns_ = 50'000;
+    TimeNs stream_ns_ = 200'000;  // yields for so long after the last wake-up of a stream of arrivals
+    std::uint32_t passes_ = 0;
     bool polled_ = false;     // since the doorbell was last rung
     bool woken_ = false;      // by the provider's descriptor
     bool in_stream_ = false;  // woken so soon after it fell asleep that the next arrival is near

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from expertwire.fabric.endpoint import Endpoint
     from expertwire.fabric.native import Request as NativeRequest
 
+_OK = 0
 _PENDING = 1
 _RECHECK_S = 0.25  # a deadline of the engine ends a request without an event
 
@@ -114,9 +115,11 @@ class Request:
         again. Raises `PeerError`, `TransferError`, `CancelledRequestError` or `StateError` as it failed.
         """
         limit = self._endpoint.timeout_ms if timeout_ms is None else timeout_ms
-        if self._native.wait(limit) == _PENDING:
+        status = self._native.wait(limit)
+        if status == _PENDING:
             raise self._late(limit)
-        self._check()
+        if status != _OK:
+            self._check()
 
     def cancel(self) -> bool:
         """True: cancelled before anything was posted. False: posted work is still owned; the handle stays valid."""
