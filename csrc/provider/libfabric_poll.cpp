@@ -20,6 +20,7 @@ std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vect
         immediate_.pop_back();
         ++counters_.completed;
     }
+    if (!early_.empty()) take_early(completions, count, arrivals);
     // The old one first: what it still holds comes to an end.
     if (replacing_ && count < completions.size())
         static_cast<void>(drain_queue(queue_of(replaced_), completions, count, arrivals));
@@ -132,16 +133,18 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
     context.state = OperationContext::State::idle;
     const std::byte* buffer = receive_buffer(context);
     MessageHeader message;
-    const auto sender = [&] { return by_instance_.find(message.sender); };
-    if (bytes < sizeof(message) || (std::memcpy(&message, buffer, sizeof(message)), message.magic != kMessageMagic) ||
-        sender() == by_instance_.end()) {
+    const bool whole = bytes >= sizeof(message);
+    if (whole) std::memcpy(&message, buffer, sizeof(message));
+    if (!whole || message.magic != kMessageMagic || removed_instances_.contains(message.sender)) {
         ++counters_.dropped_messages;
         idle_receives_.push_back(&context);
         return;
     }
+    const auto sender = by_instance_.find(message.sender);
+    if (sender == by_instance_.end()) return keep_early(context, bytes, message.sender);
     switch (message.kind) {
         case MessageKind::notification:
-            arrivals.push_back({sender()->second, {buffer + sizeof(message), buffer + bytes}});
+            arrivals.push_back({sender->second, {buffer + sizeof(message), buffer + bytes}});
             break;
         case MessageKind::signal: {
             OperationContext& answer = answer_of(context);
@@ -167,12 +170,35 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
             peer_moved(message, {buffer + sizeof(message), buffer + bytes});
             break;
         case MessageKind::moved_answer:
-            if (message.operand == replacements_) forgo_peer(sender()->second);
+            if (message.operand == replacements_) forgo_peer(sender->second);
             break;
         default:
             ++counters_.dropped_messages;
     }
     idle_receives_.push_back(&context);
+}
+
+// Peers do not add each other at one moment. Who is added first would wait in vain for the answer to a signal that we
+// dropped, and everything of it that must come behind that signal with it. Bounded: the oldest one goes.
+void LibfabricProvider::keep_early(OperationContext& context, std::size_t bytes, std::uint64_t sender) {
+    early_.push_back({&context, bytes, sender});
+    if (early_.size() <= options_.receive_buffers / 2) return;
+    ++counters_.dropped_messages;
+    idle_receives_.push_back(early_.front().receive);
+    early_.pop_front();
+}
+
+void LibfabricProvider::take_early(std::span<Completion> completions, std::size_t& count,
+                                   std::vector<Arrival>& arrivals) {
+    for (std::size_t left = early_.size(); left > 0 && count < completions.size(); --left) {
+        const Early early = early_.front();
+        early_.pop_front();
+        if (by_instance_.contains(early.sender) || removed_instances_.contains(early.sender)) {
+            received(*early.receive, early.bytes, completions, count, arrivals);
+        } else {
+            early_.push_back(early);
+        }
+    }
 }
 
 Status LibfabricProvider::apply_signal(const MessageHeader& message) {
@@ -340,6 +366,8 @@ void LibfabricProvider::post_receives() {
 bool LibfabricProvider::may_sleep() {
     if (!objects_ || !immediate_.empty() || !unsent_answers_.empty() || !unsent_notices_.empty()) return false;
     if (replacing_ || !moving_.empty()) return false;
+    const auto known = [&](const Early& early) { return by_instance_.contains(early.sender); };
+    if (std::any_of(early_.begin(), early_.end(), known)) return false;
     if (wait_fd_ < 0) return true;  // shm has no fi_trywait for a queue without a wait object: calling it crashes
     fid* objects[] = {&queue_of(current_)->fid};
     return fi_trywait(objects_->fabric.get(), objects, 1) == FI_SUCCESS;

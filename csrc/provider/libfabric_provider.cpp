@@ -312,6 +312,7 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
         rest = rest.subspan(length);
     }
     by_instance_[header.instance] = peer;
+    removed_instances_.erase(header.instance);
     peers_[peer.value] = std::move(entry);
     return {};
 }
@@ -326,6 +327,7 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     }
     std::unique_ptr<Peer> entry = std::move(peers_[peer.value]);
     by_instance_.erase(entry->instance);
+    removed_instances_.insert(entry->instance);
     entry->removed = true;
     for (OperationContext& context : objects_->contexts) {  // emulated signals whose answer will not come any more
         if (context.peer != entry.get() || context.state != OperationContext::State::unanswered) continue;

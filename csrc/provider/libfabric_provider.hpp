@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "provider/libfabric_objects.hpp"
@@ -164,6 +165,8 @@ class LibfabricProvider final : public Provider {
                 std::size_t& count);
     void received(OperationContext& context, std::size_t bytes, std::span<Completion> completions, std::size_t& count,
                   std::vector<Arrival>& arrivals);
+    void keep_early(OperationContext& context, std::size_t bytes, std::uint64_t sender);
+    void take_early(std::span<Completion> completions, std::size_t& count, std::vector<Arrival>& arrivals);
     Status apply_signal(const MessageHeader& message);
     void answer_received(const MessageHeader& message, std::span<Completion> completions, std::size_t& count);
     void send_answers();
@@ -226,10 +229,18 @@ class LibfabricProvider final : public Provider {
     std::vector<OperationContext*>
         held_answers_;  // revocations of regions that operations of ours are still on their way to
     std::deque<MessageHeader> unsent_notices_;  // revocations; `sender` holds the receiver until they leave
+    // A message of a peer that has added us before we have added it.
+    struct Early {
+        OperationContext* receive = nullptr;
+        std::size_t bytes = 0;
+        std::uint64_t sender = 0;
+    };
+    std::deque<Early> early_;
     std::vector<std::uint32_t> free_notices_;
     std::vector<std::unique_ptr<Peer>> peers_;    // by PeerId
     std::vector<std::unique_ptr<Peer>> retired_;  // removed, with operations still in flight
     std::unordered_map<std::uint64_t, PeerId> by_instance_;
+    std::unordered_set<std::uint64_t> removed_instances_;
     std::vector<RemoteRegion> remotes_;  // by RemoteRegionId
 
     // Our own replacement.

@@ -56,9 +56,9 @@ void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, s
     }
 }
 
-// Words of another process under this rank count from 0 again; those of the same one go on where they were.
+// Words of another process under this rank count from 0 again; those of the same one go on where they were. Under the
+// token, before the provider lets in what that process says.
 void forget_words(ContextState& state, PeerRecord& peer, std::uint32_t rank) {
-    const ControlGuard guard(state);
     peer.told = {};
     peer.barrier_told = 0;
     PulseBlock& pulse = state.shared.pulse(rank);
@@ -163,6 +163,7 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
     {
         const ControlGuard guard(state);
         if (!again) {
+            if (peer.blob.instance != 0 && peer.blob.instance != blob.instance) forget_words(state, peer, rank);
             check_control(state.provider->add_peer(PeerId{rank}, blob.address), rank, "the address");
             peer.lanes.clear();
             for (std::uint32_t lane = 0; lane <= state.options.lanes; ++lane) {
@@ -185,7 +186,6 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
         peer.remote_runtime = runtime_region->second;
         if (!again && on_this_host(blob)) state.count_rank_on_host(1);
     }
-    if (!again && peer.blob.instance != 0 && peer.blob.instance != blob.instance) forget_words(state, peer, rank);
     // Whoever joins ranks that have been at barriers before counts on from theirs.
     std::uint64_t never_begun = 0;
     if (!again) state.barrier_epoch.compare_exchange_strong(never_begun, blob.barrier_epoch, std::memory_order_relaxed);

@@ -14,12 +14,10 @@ from fabric.ranks import LOCAL, SHM, TCP, ranks
 SEEN_S = 10.0
 WAIT_MS = 500
 GRACE_S = 2.0  # for a busy machine to notice that a deadline has passed
-# Not shm: there barriers after the return of a rank have failed to arrive (docs/faults.md).
-BARRIERS = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])
 EVERY = pytest.mark.parametrize("settings", [LOCAL, TCP, SHM], ids=["local", "tcp", "shm"])
 
 
-@BARRIERS
+@EVERY
 def test_who_comes_back_meets_the_others_at_their_barriers(settings: Settings) -> None:
     """Barriers are numbered: another endpoint under the same rank counts on from where the others are."""
     with ranks(3, settings) as group:

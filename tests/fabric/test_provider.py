@@ -101,6 +101,31 @@ def test_notifications_arrive_whole_once_and_name_their_sender(both: Pair) -> No
     assert both.post("notification", payload=bytes(limit + 1)) == ("failed", "out_of_range", 0)
 
 
+@EVERY
+def test_what_a_peer_sends_before_it_is_known_here_is_kept_until_it_is(setup: Setup) -> None:
+    """Ranks do not add each other at one moment. Over messages the signal was dropped unanswered, and what came behind it never left."""
+    setup.require()
+    first, second = Side(setup.kind, setup.options), Side(setup.kind, setup.options)
+    try:
+        first.connect(second.blob())
+        posted, ended, end = False, [], time.monotonic() + 0.3
+        while time.monotonic() < end:
+            posted = posted or first.probe.post("signal", 0, 0, remote=WORDS, operand=5)[0] == "posted"
+            ended += first.probe.poll()[0]
+            second.probe.poll()
+        assert posted
+        second.connect(first.blob())
+        end = time.monotonic() + 10
+        while (not ended or second.word(0) != 5) and time.monotonic() < end:
+            ended += first.probe.poll()[0]
+            second.probe.poll()
+        assert [completion[2] for completion in ended] == ["ok"]
+        assert second.word(0) == 5
+    finally:
+        first.probe.close()
+        second.probe.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "status"),
     [
