@@ -371,6 +371,7 @@ void bind_probe(nb::module_& module) {
                 check(probe.provider().add_peer(PeerId{peer}, from_python(blob)));
             },
             nb::arg("peer"), nb::arg("address"))
+        .def("fence_peer", [](P& probe, std::uint32_t peer) { probe.provider().fence_peer(PeerId{peer}); })
         .def(
             "remove_peer", [](P& probe, std::uint32_t peer) { check(probe.provider().remove_peer(PeerId{peer})); },
             nb::arg("peer"))

@@ -3,14 +3,18 @@
 // not stopped by Yama (which restricts attaching, not this), and fails exactly where memory must not be shared: another
 // pid namespace, another user, another host. A secret in the blob proves that the file found is the one meant.
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "provider/local_provider.hpp"
 
@@ -50,12 +54,36 @@ File open_of(std::int32_t pid, std::int32_t fd) {
     return File(::open(path.c_str(), O_RDWR | O_CLOEXEC));
 }
 
+// A word of which the process has ended, and with it every thread: a number that a process has again is not its own.
+bool has_ended(std::uint64_t word) {
+    const auto pid = static_cast<std::int32_t>(word >> 32);
+    const File process(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    if (!process) return errno == ESRCH;
+    const std::uint64_t now = process_word(pid);
+    if (now != 0 && now != word) return true;
+    pollfd entry{process.get(), POLLIN, 0};  // readable once it has ended, reaped or not (pidfd_open(2))
+    return poll(&entry, 1, 0) == 1 && (entry.revents & POLLIN) != 0;
+}
+
 bool holds(int fd, std::uint64_t bytes) {
     struct stat status{};
     return fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && static_cast<std::uint64_t>(status.st_size) >= bytes;
 }
 
 }  // namespace
+
+std::uint64_t process_word(std::int32_t pid) {
+    const File file(::open(("/proc/" + std::to_string(pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+    std::array<char, 1024> text{};
+    const ssize_t got = file ? read(file.get(), text.data(), text.size() - 1) : -1;
+    if (got <= 0) return 0;
+    // The second field is a name in brackets, in which there may be blanks and brackets; the 22nd is wanted.
+    const char* at = std::strrchr(text.data(), ')');
+    for (int field = 2; at != nullptr && field < 22; ++field) at = std::strchr(at + 1, ' ');
+    if (at == nullptr) return 0;
+    const auto start = std::strtoull(at, nullptr, 10);
+    return static_cast<std::uint64_t>(static_cast<std::uint32_t>(pid)) << 32 | static_cast<std::uint32_t>(start);
+}
 
 ControlResult LocalProvider::open() {
     if (options_.endpoints == 0) return invalid("endpoints=0: at least one is needed");
@@ -130,7 +158,8 @@ ControlResult LocalProvider::deregister_region(RegionId id) {
     RegionSlot& slot = mailbox().regions[region.slot];
     slot.registration.store(0, std::memory_order_seq_cst);
     // A writer that was stopped in the middle of its copy would write on when it wakes: its memory must not be reused.
-    if (slot.users.load(std::memory_order_seq_cst) != 0) {
+    if (in_use(region.slot)) forgive_dead();
+    if (in_use(region.slot)) {
         return {Status::would_block, 0,
                 "region " + number(id.value) + ": a peer stands in the middle of a copy; poll and call again"};
     }
@@ -147,6 +176,7 @@ std::vector<std::byte> LocalProvider::address(EndpointId endpoint) const {
 std::vector<std::byte> LocalProvider::region_key(RegionId id) const {
     if (!open_now() || id.value >= regions_.size() || !regions_[id.value]) return {};
     const LocalRegion& region = *regions_[id.value];
+    if (!region.file) return {};  // the caller's own memory, which nobody can map
     Key key;
     key.fd = region.file.get();
     key.slot = region.slot;
@@ -188,9 +218,68 @@ ControlResult LocalProvider::add_peer(PeerId peer, std::span<const std::byte> ad
             who +
                 " shares no memory with this process (another process has its number here); use a libfabric provider"};
     }
+    forgive_dead();
+    set_fence(entry->address.name, false);
+    entry->user = claim_user(entry->mailbox());
+    if (entry->user == nullptr)
+        return {
+            Status::refused, 0,
+            who + " is written to by " + number(kUsersMax) + " providers already, or /proc/self/stat cannot be read"};
     entry->socket_bytes = name_socket(entry->address.name, entry->socket);
     peers_[peer.value] = std::move(entry);
     return {};
+}
+
+UserSlot* LocalProvider::claim_user(Mailbox& box) const {
+    const std::uint64_t own = process_word(owner_);
+    if (own == 0) return nullptr;
+    for (UserSlot& user : box.users) {
+        std::uint64_t nobody = 0;
+        if (!user.process.compare_exchange_strong(nobody, own, std::memory_order_acq_rel)) continue;
+        user.name.store(address_.name, std::memory_order_release);
+        return &user;
+    }
+    return nullptr;
+}
+
+// Not in a forked child: the entry is its parent's.
+void LocalProvider::release_user(Peer& peer) const {
+    if (peer.user == nullptr || getpid() != owner_) return;
+    peer.user->name.store(0, std::memory_order_relaxed);
+    peer.user->fenced.store(0, std::memory_order_relaxed);
+    peer.user->process.store(0, std::memory_order_release);
+    peer.user = nullptr;
+}
+
+bool LocalProvider::in_use(std::uint32_t slot) const {
+    return std::any_of(std::begin(mailbox().users), std::end(mailbox().users), [&](const UserSlot& user) {
+        return user.using_slot.load(std::memory_order_seq_cst) == slot + 1;
+    });
+}
+
+// Entries of processes that have ended: nothing of them writes any more.
+void LocalProvider::forgive_dead() {
+    for (UserSlot& user : mailbox().users) {
+        const std::uint64_t word = user.process.load(std::memory_order_acquire);
+        if (word == 0 || !has_ended(word)) continue;
+        user.using_slot.store(0, std::memory_order_relaxed);
+        user.name.store(0, std::memory_order_relaxed);
+        user.fenced.store(0, std::memory_order_relaxed);
+        user.process.store(0, std::memory_order_release);
+    }
+}
+
+void LocalProvider::set_fence(std::uint64_t name, bool fenced) {
+    for (UserSlot& user : mailbox().users) {
+        if (user.name.load(std::memory_order_acquire) == name)
+            user.fenced.store(fenced ? 1 : 0, std::memory_order_seq_cst);
+    }
+}
+
+// What it is in the middle of goes on to its end: a count, or a piece of a copy.
+void LocalProvider::fence_peer(PeerId peer) {
+    if (open_now() && peer.value < peers_.size() && peers_[peer.value])
+        set_fence(peers_[peer.value]->address.name, true);
 }
 
 ControlResult LocalProvider::remove_peer(PeerId peer) {
@@ -205,6 +294,7 @@ ControlResult LocalProvider::remove_peer(PeerId peer) {
     for (auto& remote : remotes_) {
         if (remote && remote->peer == peer) remote.reset();
     }
+    release_user(*peers_[peer.value]);
     peers_[peer.value].reset();
     return {};
 }
@@ -251,6 +341,9 @@ void LocalProvider::close() {
         for (std::uint32_t slot = 0; slot < options_.regions_max; ++slot) {
             mailbox().regions[slot].registration.store(0, std::memory_order_seq_cst);
         }
+    }
+    for (const auto& peer : peers_) {
+        if (peer) release_user(*peer);
     }
     copies_.clear();
     done_.clear();

@@ -17,20 +17,23 @@ constexpr std::uint64_t kQuantumBytes = 128 * 1024;  // copied by one poll, so t
 constexpr int kDatagramsMax = 64;                    // taken by one poll
 constexpr std::uint32_t kLookEvery = 64;             // polls; a sender may have died between its datagram and its count
 
-// Counts a user of a peer's region in and out; `valid` while the key that it holds is the current one.
+// Our word in a peer's mailbox while we touch a region of its; true while the key is the current one, and we are not
+// fenced off.
 class Use {
   public:
-    Use(RegionSlot& slot, std::uint64_t registration) : slot_(slot) {
-        slot_.users.fetch_add(1, std::memory_order_seq_cst);
-        valid_ = slot_.registration.load(std::memory_order_seq_cst) == registration;
+    Use(const Peer& peer, const Key& key) : user_(*peer.user) {
+        user_.using_slot.store(key.slot + 1, std::memory_order_seq_cst);
+        const RegionSlot& slot = peer.mailbox().regions[key.slot];
+        valid_ = slot.registration.load(std::memory_order_seq_cst) == key.registration &&
+                 user_.fenced.load(std::memory_order_seq_cst) == 0;
     }
-    ~Use() { slot_.users.fetch_sub(1, std::memory_order_release); }
+    ~Use() { user_.using_slot.store(0, std::memory_order_release); }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
     explicit operator bool() const { return valid_; }
 
   private:
-    RegionSlot& slot_;
+    UserSlot& user_;
     bool valid_;
 };
 
@@ -95,7 +98,7 @@ PostResult LocalProvider::post(const PostCommand& command) {
 
 Status LocalProvider::copy(const PostCommand& command, std::uint64_t done, std::uint64_t bytes) {
     const RemoteRegion& remote = *remotes_[command.remote.value];
-    const Use use(peers_[command.peer.value]->mailbox().regions[remote.key.slot], remote.key.registration);
+    const Use use(*peers_[command.peer.value], remote.key);
     if (!use) return Status::bad_key;
     std::byte* there = remote.mapping.data() + command.remote_offset + done;
     std::byte* here = regions_[command.local.value]->spec.address + command.local_offset + done;
@@ -111,7 +114,7 @@ Status LocalProvider::signal(const PostCommand& command) {
     Peer& peer = *peers_[command.peer.value];
     const RemoteRegion& remote = *remotes_[command.remote.value];
     {
-        const Use use(peer.mailbox().regions[remote.key.slot], remote.key.registration);
+        const Use use(peer, remote.key);
         if (!use) return Status::bad_key;
         auto& word = *reinterpret_cast<std::uint64_t*>(remote.mapping.data() + command.remote_offset);
         std::atomic_ref(word).fetch_add(command.operand, std::memory_order_release);

@@ -66,18 +66,30 @@ class Mapping {
     std::size_t bytes_ = 0, skip_ = 0;
 };
 
-// One registered region, as its owner publishes it. A writer counts itself in, looks at the registration, copies, and
-// counts itself out: so an owner that has taken the registration back and seen no user left knows that nobody writes
-// any more.
+// One registered region, as its owner publishes it.
 struct RegionSlot {
     std::atomic<std::uint64_t> registration;  // 0: none. Numbers are never used twice
-    std::atomic<std::uint32_t> users;
-    std::uint32_t reserved;
 };
+
+// One peer that writes here. It says where it is about to copy, looks whether that is still open to it, copies, and
+// takes its word back: so an owner that has closed a region and finds it in nobody's word knows that nobody writes
+// there any more. Who was killed in the middle of a copy leaves its word behind: the owner clears that once the process
+// has ended, and not before, for one that is stopped goes on when it wakes.
+struct alignas(64) UserSlot {
+    std::atomic<std::uint64_t> process;     // process_word() of whoever has taken this entry; 0: free
+    std::atomic<std::uint64_t> name;        // of its socket; 0: not yet told
+    std::atomic<std::uint32_t> using_slot;  // RegionSlot + 1; 0: none
+    std::atomic<std::uint32_t> fenced;      // 1, from the owner: it may not write here any more
+};
+inline constexpr std::uint32_t kUsersMax = 512;
+
+// A process among all that ever had its number: the number, and the low half of its start time in clock ticks since
+// boot (proc(5), field 22 of stat), which come round after 497 days. 0: there is no such process.
+std::uint64_t process_word(std::int32_t pid);
 
 // What each provider shows its peers, in a memfd of its own.
 struct Mailbox {
-    static constexpr std::uint64_t kMagic = 0x31'58'4f'42'4c'41'58'45;  // "EXALBOX1"
+    static constexpr std::uint64_t kMagic = 0x32'58'4f'42'4c'41'58'45;  // "EXALBOX2"
     std::uint64_t magic;
     std::uint64_t secret;  // proves that the file is the one that the address names
     std::uint32_t slots;
@@ -85,7 +97,8 @@ struct Mailbox {
     alignas(64) std::atomic<std::uint64_t> landed;    // signals and notifications, counted by their senders
     std::atomic<std::uint64_t> messages;              // datagrams among them
     alignas(64) std::atomic<std::uint32_t> sleeping;  // 1: whoever lands something sends a bell
-    alignas(64) RegionSlot regions[1];                // `slots` of them
+    UserSlot users[kUsersMax];
+    alignas(64) RegionSlot regions[1];  // `slots` of them
 
     static std::size_t bytes_for(std::uint32_t slots) { return sizeof(Mailbox) + slots * sizeof(RegionSlot); }
 };

@@ -50,6 +50,7 @@ static_assert(sizeof(Datagram) == 24);
 struct Peer {
     Address address;
     Mapping mapping;
+    UserSlot* user = nullptr;  // ours, in its mailbox
     sockaddr_un socket{};
     socklen_t socket_bytes = 0;
     Mailbox& mailbox() const { return *reinterpret_cast<Mailbox*>(mapping.data()); }
@@ -100,6 +101,7 @@ class LocalProvider final : public Provider {
     std::vector<std::byte> region_key(RegionId id) const override;
     ControlResult add_peer(PeerId peer, std::span<const std::byte> address) override;
     ControlResult remove_peer(PeerId peer) override;
+    void fence_peer(PeerId peer) override;
     ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
     PostResult post(const PostCommand& command) override;
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
@@ -116,6 +118,11 @@ class LocalProvider final : public Provider {
     bool open_now() const { return static_cast<bool>(mailbox_); }
     std::optional<Status> check(const PostCommand& command) const;
     PostResult refuse(Status status, int code = 0);
+    UserSlot* claim_user(Mailbox& box) const;
+    void release_user(Peer& peer) const;
+    void set_fence(std::uint64_t name, bool fenced);
+    void forgive_dead();
+    bool in_use(std::uint32_t slot) const;
     Status copy(const PostCommand& command, std::uint64_t done, std::uint64_t bytes);
     Status signal(const PostCommand& command);
     PostResult notify(const PostCommand& command);

@@ -57,10 +57,13 @@ class Provider {
     // taken for it meanwhile). `refused`: operations of our own use it.
     virtual ControlResult deregister_region(RegionId id) = 0;
     virtual std::vector<std::byte> address(EndpointId endpoint) const = 0;  // for the bootstrap
-    virtual std::vector<std::byte> region_key(RegionId id) const = 0;       // for the bootstrap
+    virtual std::vector<std::byte> region_key(RegionId id) const = 0;  // for the bootstrap; empty: no peer can reach it
     virtual ControlResult add_peer(PeerId peer, std::span<const std::byte> address) = 0;
     virtual ControlResult remove_peer(PeerId peer) = 0;
     virtual ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) = 0;
+    // From here on it may not write here any more, whatever it knows, until it is added again. For providers that
+    // cannot replace an endpoint.
+    virtual void fence_peer(PeerId) {}
 
     // Data plane.
     virtual PostResult post(const PostCommand& command) = 0;

@@ -43,6 +43,7 @@ void check_blob(const ContextState& state, const Blob& blob, std::uint32_t rank)
 // Regions of the blob that are new, or were registered anew under the old name.
 void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, std::uint32_t rank) {
     for (const BlobRegion& region : blob.regions) {
+        if (region.key.empty()) continue;  // remote_region() says so to whoever asks for it
         const auto known = std::find_if(peer.blob.regions.begin(), peer.blob.regions.end(),
                                         [&](const BlobRegion& other) { return other.name == region.name; });
         if (known != peer.blob.regions.end() && known->key == region.key && known->bytes == region.bytes &&
@@ -221,6 +222,7 @@ Removal begin_removal(ContextState& state, std::uint32_t rank, TimeNs now) {
     // The others hear it first: what it says of us when it wakes up counts for nothing.
     state.liveness->publish_fenced(rank, true);
     state.broadcast_pulse.store(true, std::memory_order_release);
+    state.provider->fence_peer(PeerId{rank});
     removal.fence = state.provider->replaces_endpoints();
     // One that is under way and was not announced to it serves as well.
     if (state.replacement.phase != Replacement::Phase::none && state.replacement.told[rank]) ++removal.closed_before;
@@ -318,6 +320,12 @@ RemoteRegionId Context::remote_region(std::uint32_t rank, std::string_view regio
     const PeerRecord& peer = state_->peer_at(rank);
     const auto found = peer.remotes.find(region);
     if (found != peer.remotes.end()) return found->second;
+    for (const BlobRegion& listed : peer.blob.regions)
+        if (listed.name == region)
+            throw Failure(FailureKind::state,
+                          "region '" + listed.name + "' of " + rank_text(rank) + " is memory of its caller's, which '" +
+                              peer.blob.provider +
+                              "' cannot reach; create it there with region(), or use a libfabric provider");
     std::string names;
     for (const auto& [name, id] : peer.remotes) names += (names.empty() ? "" : ", ") + name;
     throw Failure(FailureKind::invalid_argument,

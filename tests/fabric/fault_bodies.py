@@ -119,6 +119,30 @@ def write_on(endpoint: Endpoint, target: int, value: int) -> tuple[int, str]:
             return done, str(error)
 
 
+def blob_with_memory_of_its_own(endpoint: Endpoint) -> bytes:
+    """Of an endpoint that has registered memory which is not a memfd."""
+    endpoint.own = bytearray(4096)  # type: ignore[attr-defined]
+    endpoint.registered = endpoint.register(endpoint.own)  # type: ignore[attr-defined]
+    return endpoint.blob()
+
+
+def add_and_ask(endpoint: Endpoint, peer: int, blob: bytes, own: str) -> str:
+    """What is said of the region that cannot be reached; the others can."""
+    endpoint.add_peer(peer, blob)
+    endpoint.write(peer, data(endpoint), "data", 64).wait()
+    try:
+        endpoint.write(peer, data(endpoint), own, 64)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def name_of_own(endpoint: Endpoint) -> str:
+    name: str = endpoint.registered.name  # type: ignore[attr-defined]
+    endpoint.registered.close()  # type: ignore[attr-defined]
+    return name
+
+
 def fence_off(endpoint: Endpoint, writer: int, value: int) -> None:
     """Remove the writer, close the region that it knows, and offer fresh memory under another name.
 

@@ -132,6 +132,10 @@ def _answer(side: Side, arrivals: list[tuple[int, bytes]], command: str, argumen
             while side.word(offset) < value and time.monotonic() < end:
                 arrivals += side.probe.poll()[1]
             return side.load(0, length)
+        case "write_on":  # until killed
+            while True:
+                side.probe.post("write", 0, 0, local=DATA, remote=DATA, bytes=DATA_BYTES)
+                side.probe.poll()
         case "watch_stamps":
             return _watch_stamps(side, *arguments)
         case "counters":

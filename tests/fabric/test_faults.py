@@ -75,10 +75,20 @@ def test_one_that_was_stopped_and_wakes_finds_the_region_closed() -> None:
             group[1].call(fault_bodies.fence_off, 2, 0x5A)
         finally:
             os.kill(group[2].pid, signal.SIGCONT)
+        counted = group[1].call(bodies.counter, 9)
         group[1].call(fault_bodies.close_fenced)
         done, why = group[2].answer()
         assert done >= 3
         assert "bad_key" in why
+        assert group[1].call(bodies.counter, 9) <= counted + 1, "one that had been begun"
         assert group[1].call(fault_bodies.fresh_is, 0x5A)
         group[0].call(fault_bodies.write_fresh, 1, group[1].call(fault_bodies.blob), 0x11)
         assert group[1].call(fault_bodies.fresh_is, 0x11)
+
+
+def test_memory_of_the_callers_own_in_a_blob_keeps_nobody_out() -> None:
+    """Over mapped memory nobody can reach it, and that is said of it alone."""
+    with ranks(2, LOCAL) as group:
+        blob = group[1].call(fault_bodies.blob_with_memory_of_its_own)
+        name = group[1].call(fault_bodies.name_of_own)
+        assert "memory of its caller's" in group[0].call(fault_bodies.add_and_ask, 1, blob, name)

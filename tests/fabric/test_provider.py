@@ -101,6 +101,48 @@ def test_notifications_arrive_whole_once_and_name_their_sender(both: Pair) -> No
     assert both.post("notification", payload=bytes(limit + 1)) == ("failed", "out_of_range", 0)
 
 
+def test_a_killed_writer_gives_back_the_region_that_it_was_writing_to_and_a_stopped_one_does_not() -> None:
+    """On local, where the kernel of neither side knows who is in the middle of a copy. Most kills find one; those that do not say nothing."""
+    seen = 0
+    for _ in range(10):
+        with pair("local", {}) as made:
+            made.pipe.send(("write_on",))
+            end = time.monotonic() + 10
+            while made.side.load(DATA_BYTES - 1, 1) == b"\0" and time.monotonic() < end:
+                made.side.store(DATA_BYTES - 1, b"\1")
+            made.stop()
+            refused = not made.probe.deregister_region(DATA)
+            if refused:
+                assert not made.probe.deregister_region(DATA), "it goes on with its copy when it wakes"
+            made.kill()
+            if refused:
+                assert made.probe.deregister_region(DATA)
+        seen += refused
+        if seen:
+            return
+    raise AssertionError("no writer was caught in the middle of a copy")
+
+
+def test_who_is_fenced_off_adds_to_nothing_until_it_is_added_again() -> None:
+    """On local: it maps our memory, and may wake up."""
+    ours, theirs = Side("local", {}), Side("local", {})
+    try:
+        ours.connect(theirs.blob())
+        theirs.connect(ours.blob())
+        assert theirs.probe.post("signal", 0, 0, remote=WORDS, operand=1)[0] == "posted"
+        ours.probe.fence_peer(0)
+        ours.probe.remove_peer(0)
+        assert theirs.probe.post("signal", 1, 0, remote=WORDS, operand=1)[:2] == ("failed", "bad_key")
+        assert theirs.probe.post("write", 2, 0, local=DATA, remote=DATA, bytes=8)[:2] == ("failed", "bad_key")
+        assert ours.word(0) == 1
+        ours.connect(theirs.blob())
+        assert theirs.probe.post("signal", 3, 0, remote=WORDS, operand=1)[0] == "posted"
+        assert ours.word(0) == 2
+    finally:
+        ours.probe.close()
+        theirs.probe.close()
+
+
 @EVERY
 def test_what_a_peer_sends_before_it_is_known_here_is_kept_until_it_is(setup: Setup) -> None:
     """Ranks do not add each other at one moment. Over messages the signal was dropped unanswered, and what came behind it never left."""
