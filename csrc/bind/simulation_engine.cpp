@@ -14,6 +14,7 @@
 #include "bind/simulation_bind.hpp"
 #include "engine/engine.hpp"
 #include "engine/mutants.hpp"
+#include "engine/pump.hpp"
 #include "provider/simulated_engine.hpp"
 
 namespace nb = nanobind;
@@ -234,10 +235,30 @@ class EngineProbe {
         now_ += ns;
         engine_.step(now_);
     }
+    // One turn after a pause of `ns`, of at most 64 completions: tickets that wait at the provider. Those it left
+    // there.
+    std::vector<std::uint64_t> turn_after_pause(std::uint64_t ns, const std::vector<std::uint64_t>& waiting) {
+        struct Waiting {
+            std::vector<std::uint64_t> left;
+            std::size_t poll(std::span<Completion> out, std::vector<Arrival>&) {
+                const std::size_t count = std::min(out.size(), left.size());
+                for (std::size_t i = 0; i < count; ++i)
+                    out[i] = {Ticket::unpack(left[i]), Status::ok, Level::delivered, 0};
+                left.erase(left.begin(), left.begin() + static_cast<std::ptrdiff_t>(count));
+                return count;
+            }
+            PostResult post(const PostCommand&) { return {PostOutcome::again, Status::would_block, 0}; }
+        } provider{waiting};
+        std::vector<Arrival> arrivals;
+        now_ += ns;
+        pump(engine_, provider, arrivals, now_, 1);
+        return provider.left;
+    }
     std::string status(std::uint64_t request) const { return name(engine_.status(Ticket::unpack(request))); }
     std::string first_error(std::uint64_t request) const {
         return name(RecordView::unpack(engine_.record(Ticket::unpack(request)).load()).first_error);
     }
+    void mark_stalled(std::uint64_t request) { engine_.mark_stalled(Ticket::unpack(request)); }
     std::string cancel(std::uint64_t request) { return name(engine_.cancel(Ticket::unpack(request))); }
     std::string release(std::uint64_t request) { return name(engine_.release(Ticket::unpack(request))); }
     void peer_dead(std::uint32_t peer) { engine_.on_peer_dead(PeerId{peer}, now_); }
@@ -339,6 +360,8 @@ void bind_probe(nb::module_& module) {
         .def("release", &EngineProbe::release, "request"_a)
         .def("peer_dead", &EngineProbe::peer_dead, "peer"_a)
         .def("peer_closed", &EngineProbe::peer_closed, "peer"_a)
+        .def("mark_stalled", &EngineProbe::mark_stalled, "request"_a)
+        .def("turn_after_pause", &EngineProbe::turn_after_pause, "ns"_a, "waiting"_a)
         .def("endpoint_to_replace", &EngineProbe::endpoint_to_replace)
         .def("replace_endpoint", &EngineProbe::replace_endpoint, "old"_a, "fresh"_a)
         .def("drained", &EngineProbe::drained, "endpoint"_a)

@@ -67,7 +67,8 @@ void Engine::store_record(std::uint32_t index, Status status, std::uint8_t more_
 }
 
 void Engine::mark_stalled(Ticket request) {
-    if (request_slots_.current(request)) store_record(request.slot, Status::pending, RecordView::stalled);
+    // One that has ended since keeps its record: the wait that passed its deadline finds it there.
+    if (status(request) == Status::pending) store_record(request.slot, Status::pending, RecordView::stalled);
 }
 
 void Engine::publish_if_ended(std::uint32_t index) {
@@ -239,6 +240,8 @@ void Engine::on_posted(const PostCommand& command, PostResult result, TimeNs now
     if (result.outcome == PostOutcome::posted) {
         accepted_by_provider(index, now);
     } else {
+        const bool says_why = result.status > Status::would_block;
+        if (!says_why) result.status = Status::io_error;  // a failure that calls itself none would end as none
         rejected_by_provider(index, result);
     }
     settle();

@@ -156,6 +156,9 @@ class Engine {
     void on_posted(const PostCommand& command, PostResult result, TimeNs now);
     void on_completion(const Completion& completion, TimeNs now);
     void step(TimeNs now);  // hard deadlines of what is posted
+    // After a poll that gave so many: may step() judge? Not while more may be waiting there that arrived in time. That
+    // is bounded: of what was in flight at any moment there are no more completions than slots.
+    bool has_caught_up(std::uint32_t completions);
     // When a hard deadline is next due, in step() or at an AGAIN; nullopt: never, as things are.
     std::optional<TimeNs> next_deadline() const;
 
@@ -322,6 +325,7 @@ class Engine {
     std::uint64_t illegal_transitions_ = 0;
     std::uint64_t early_signals_ = 0;        // a gate opened with a threshold unmet: never
     std::uint64_t records_overwritten_ = 0;  // a terminal record stored twice: never
+    std::uint32_t unjudged_ = 0;             // completions taken since has_caught_up() last said yes
     bool settling_ = false;
     bool pushed_back_since_take_ = false;
     EngineStatistics counts_;

@@ -197,6 +197,13 @@ void Engine::expire(std::uint32_t slot, Status status, std::int32_t code) {
     store_record(request, Status::pending, RecordView::quarantined);
 }
 
+bool Engine::has_caught_up(std::uint32_t completions) {
+    unjudged_ += completions;
+    if (completions != 0 && unjudged_ < slots_.size()) return false;
+    unjudged_ = 0;
+    return true;
+}
+
 void Engine::step(TimeNs now) {
     bool any = false;
     while (timed_head_ != no_index && slot_info_[timed_head_].posted_at + limits_.hard_timeout_ns <= now) {

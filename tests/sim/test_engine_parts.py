@@ -363,3 +363,31 @@ def test_invariants_hold_whatever_the_order_of_events(steps: list[tuple[str, int
         check(engine)
     assert engine.idle()
     assert "pending" not in {engine.status(request) for request in requests}
+
+
+def test_what_has_arrived_is_taken_before_deadlines_are_judged() -> None:
+    """A process that was stopped finds more completions than one turn takes; those of the next turn came in time, too."""
+    engine = probe(outstanding_max=128, peers=1, lanes=1)
+    requests = [engine.submit(0, [0])[1] for _ in range(100)]
+    waiting = [ticket for ticket, _ in engine.post(128)]
+    assert len(waiting) == 100
+    waiting = engine.turn_after_pause(HARD, waiting)
+    assert len(waiting) == 36
+    while waiting:
+        waiting = engine.turn_after_pause(0, waiting)
+    assert {engine.status(request) for request in requests} == {"ok"}
+    late = engine.submit(0, [0])[1]
+    engine.post(1)
+    engine.turn_after_pause(HARD, [])
+    assert engine.statistics()["slots_quarantined"] == 1, "who waits for nothing more is judged at once"
+    assert engine.status(late) == "pending"
+
+
+def test_a_wait_that_passed_its_deadline_as_the_request_ended_changes_nothing() -> None:
+    """Found by csrc/fuzz/fuzz_engine."""
+    engine = probe(outstanding_max=8, peers=1, lanes=1)
+    status, request = engine.submit(0, [])
+    assert (status, engine.status(request)) == ("ok", "ok")
+    engine.mark_stalled(request)
+    assert engine.invariants() == ""
+    assert engine.status(request) == "ok"
