@@ -10,9 +10,10 @@ namespace expertwire {
 
 const char* name_of(SimulationEvent event) {
     static constexpr std::array<const char*, simulation_events> names{
-        "would_block",       "cancelled",       "cancel_refused", "peer_declared_dead", "peer_reopened",
-        "endpoint_replaced", "endpoint_failed", "quiet_ok",       "quiet_failed",       "local_published",
-        "quarantined",       "aborted",         "lane_reopened",  "doomed_signal",      "endpoint_healed"};
+        "would_block",   "cancelled",         "cancel_refused",   "peer_declared_dead",
+        "peer_reopened", "endpoint_replaced", "endpoint_failed",  "quiet_ok",
+        "quiet_failed",  "local_published",   "quarantined",      "aborted",
+        "lane_reopened", "doomed_signal",     "endpoint_drained", "endpoint_healed"};
     return names[static_cast<std::size_t>(event)];
 }
 
@@ -70,7 +71,8 @@ class EngineSimulation {
         std::vector<Arrival> arrivals;
         std::uint32_t submitted = 0;
         std::uint32_t next_endpoint = 16;
-        std::uint32_t again_turns = 0;  // of its own turns, the last ones in which it was pushed back
+        std::optional<EndpointId> draining;  // has been replaced, and is closed when it has drained
+        std::uint32_t again_turns = 0;       // of its own turns, the last ones in which it was pushed back
         bool frozen = false;
         QuietWatch quiet;
         struct Watch {
@@ -97,6 +99,7 @@ class EngineSimulation {
     void repair(std::uint32_t rank);
     void repair_peer(std::uint32_t rank, std::uint32_t peer);
     void replace(std::uint32_t rank, EndpointId full);
+    void close_drained(std::uint32_t rank);
     void release_lost(std::uint32_t rank);
     void misfortune();
     void schedule_freeze();
@@ -314,6 +317,7 @@ void EngineSimulation::submit_one(std::uint32_t rank) {
 // ---- what a runtime does about failures
 
 void EngineSimulation::repair(std::uint32_t rank) {
+    close_drained(rank);
     if (const auto full = engine(rank).endpoint_to_replace()) replace(rank, *full);
     if (healed_at_ > 0) release_lost(rank);
     for (std::uint32_t peer = 0; peer < plan_.ranks; ++peer) repair_peer(rank, peer);
@@ -321,13 +325,42 @@ void EngineSimulation::repair(std::uint32_t rank) {
 
 void EngineSimulation::replace(std::uint32_t rank, EndpointId full) {
     Member& member = members_[rank];
+    if (member.draining) return;
     const EndpointId fresh{member.next_endpoint == 16 ? 17 : member.next_endpoint + 1};
     member.next_endpoint = fresh.value;
     network_.say("rank " + std::to_string(rank) + " replaces endpoint " + std::to_string(full.value));
     engine(rank).replace_endpoint(full, fresh);
+    note(SimulationEvent::endpoint_replaced);
+    // In two phases, as the runtime does; now and then at once, as where an endpoint is lost.
+    if ((options_.seed + fresh.value) % 4 != 0) {
+        member.draining = full;
+        return;
+    }
     network_.provider(rank).close_endpoint(full);
     engine(rank).on_endpoint_closed(full, network_.now());
-    note(SimulationEvent::endpoint_replaced);
+}
+
+// The close ends nothing but what was quarantined: that has an error of its own.
+void EngineSimulation::close_drained(std::uint32_t rank) {
+    Member& member = members_[rank];
+    if (!member.draining || !engine(rank).drained(*member.draining)) return;
+    std::vector<std::uint32_t> pending;
+    for (std::uint32_t place = 0; place < EngineOracle::jobs_per_rank; ++place) {
+        const EngineOracle::Job& job = oracle_.job(rank, place);
+        if (!job.active || engine(rank).status(job.ticket) != Status::pending) continue;
+        // One that was open on an endpoint closed at once, and on this one too, has its error from there.
+        const RecordView record = RecordView::unpack(engine(rank).record(job.ticket).load());
+        if (record.first_error != Status::closed) pending.push_back(place);
+    }
+    network_.say("rank " + std::to_string(rank) + " closes endpoint " + std::to_string(member.draining->value));
+    network_.provider(rank).close_endpoint(*member.draining);
+    engine(rank).on_endpoint_closed(*member.draining, network_.now());
+    member.draining.reset();
+    note(SimulationEvent::endpoint_drained);
+    for (const std::uint32_t place : pending) {
+        if (engine(rank).status(oracle_.job(rank, place).ticket) == Status::closed)
+            oracle_.fail("the close of a drained endpoint ended work that was not quarantined", rank, place);
+    }
 }
 
 // Operations whose completion was lost, too few to have their endpoint replaced: whoever wants their records to end

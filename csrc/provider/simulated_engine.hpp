@@ -42,9 +42,10 @@ enum class SimulationEvent : std::uint8_t {
     aborted,
     lane_reopened,
     doomed_signal,
-    endpoint_healed,  // replaced after the network had healed, for operations whose completion was lost
+    endpoint_drained,  // replaced in two phases: closed once what may end there has ended
+    endpoint_healed,   // replaced after the network had healed, for operations whose completion was lost
 };
-inline constexpr std::size_t simulation_events = 15;
+inline constexpr std::size_t simulation_events = 16;
 const char* name_of(SimulationEvent event);
 
 struct EngineSimulationResult {
