@@ -24,7 +24,7 @@ SEEDS ?= 2000
 # Processes that run tests, a file at a time. More than two cores' worth: much of a test of faults is waiting for a silence to be long enough.
 WORKERS ?= 3
 
-.PHONY: help demo test sim lint format stubs sanitize clean system pytest check-stubs
+.PHONY: help demo test sim lint format stubs sanitize fuzz clean system pytest check-stubs
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -68,6 +68,9 @@ stubs: $(STAMPS)/package $(STAMPS)/dev ## write src/expertwire/_native.pyi and _
 
 sanitize: $(STAMPS)/package $(STAMPS)/dev ## the core under the address, undefined-behaviour and thread sanitizers (SANITIZE="thread" for one)
 	@PYTHON=$(BIN)/python sh tools/sanitize.sh $(SANITIZE)
+
+fuzz: $(STAMPS)/package $(STAMPS)/dev ## libFuzzer on the engine's inputs and on what peers send, each for SECONDS (clang; kept inputs come first)
+	@PYTHON=$(BIN)/python sh tools/fuzz.sh $(SECONDS)
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

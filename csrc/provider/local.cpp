@@ -313,7 +313,8 @@ ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, s
         return invalid("key of a " + what + ": " + number(bytes.size()) + " bytes instead of " + number(sizeof(Key)));
     std::memcpy(&remote->key, bytes.data(), sizeof(Key));
     const Key& key = remote->key;
-    if (key.magic != Key{}.magic || key.slot >= owner.slots || key.bytes == 0 || key.bytes > kCopyBytesMax)
+    if (key.magic != Key{}.magic || key.slot >= owner.slots || key.registration == 0 || key.bytes == 0 ||
+        key.bytes > kCopyBytesMax)
         return invalid("key of a " + what + " is not one of this version's");
     if (key.fd < 0)
         return {Status::refused, 0,

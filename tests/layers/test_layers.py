@@ -47,6 +47,7 @@ CPP_ARROWS: dict[str, set[str]] = {
     "provider": {"engine"},
     "runtime": {"engine", "exchange", "rows", "provider"},
     "bind": {"engine", "exchange", "rows", "provider", "runtime"},
+    "fuzz": {"engine", "provider", "runtime"},
     "raw": set(),  # what the engine is compared with may share nothing with it
 }
 PURE_ROOMS = ("engine", "exchange", "rows")
