@@ -151,3 +151,33 @@ def test_pressure_reaches_both_ends() -> None:
     found = [plan.pressure(1, rank, incarnation) for rank in range(20) for incarnation in range(20)]
     assert 4 <= min(found) <= 5
     assert 400 <= max(found) <= 512
+
+
+def test_delivery_complete_is_on_and_off_in_turn_where_it_may_be_off() -> None:
+    setup = Setup(2, "local", 5, 0.0, ITERATIONS, "alternate")
+    report = Report("soak fabric", {})
+    add_rows(report, launch(worker.soak, (setup,), setup.ranks, timeout_s=60), setup)
+    assert report.exit_status() == Exit.OK, report.rows
+    rows = {row["name"]: row for row in report.as_json()["rows"]}
+    for setting in ("0", "1"):
+        assert rows[f"endpoints opened, delivery-complete {setting}"]["value"] >= setup.ranks
+    assert rows["payload_hash"]["blake2b"] == soak("local", 5)["payload_hash"][0]["blake2b"], "the bytes are the same"
+
+
+def test_delivery_complete_off_is_skipped_in_words_where_it_is_unsafe(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    words = command("--delivery-complete", "alternate", "--iterations", "2", "--json", str(path))
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == Exit.SKIPPED, done.stderr
+    assert "a signal could overtake its payload" in done.stderr
+    assert [row["status"] for row in json.loads(path.read_text())["rows"]] == ["skipped"]
+
+
+def test_what_the_interface_sent_is_reported_beside_what_we_say(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    words = command("--ranks", "2", "--iterations", "2", "--json", str(path))
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == Exit.OK, done.stderr
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["interface_bytes"]["value"] > rows["payload_bytes"]["value"]
+    assert rows["interface_packets"]["value"] > 0

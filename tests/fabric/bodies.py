@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -37,6 +38,15 @@ def holds(endpoint: Endpoint, seed: int, length: int, offset: int = 0) -> bool:
 
 def counter(endpoint: Endpoint, index: int) -> int:
     return int(endpoint.counters().numpy("uint64")[index])
+
+
+def in_threads(work: Callable[[int], None], threads: int) -> None:
+    """`work(index)` in so many threads at once, until all have ended."""
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
 
 
 def write_signalled(endpoint: Endpoint, peer: int, length: int, count: int, sync: bool = False) -> None:
@@ -270,11 +280,7 @@ def hammer(endpoint: Endpoint, peer: int, threads: int, writes: int) -> tuple[in
         except ExpertwireError as error:
             failures.append(f"{type(error).__name__}: {error}")
 
-    workers = [threading.Thread(target=one, args=(index,)) for index in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_threads(one, threads)
     endpoint.quiet()
     return threads * writes, failures
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from expertwire.errors import DeadlineError, ExpertwireError, TransferError
 from expertwire.fabric import Chunk, Endpoint, Request, Scope, Signal, Status
 from expertwire.testing.oracle import check_payload, payload, payload_seed
-from fabric.bodies import counter, data
+from fabric.bodies import counter, data, in_threads
 
 LANES = 2
 PART_BYTES = 8192
@@ -99,11 +99,7 @@ def quiet_in_every_thread(endpoint: Endpoint, peer: int, rounds: int) -> list[st
         except ExpertwireError as error:
             problems.append(f"thread {index}: {type(error).__name__}: {error}")
 
-    workers = [threading.Thread(target=one, args=(index,)) for index in range(THREADS)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_threads(one, THREADS)
     return problems
 
 
@@ -165,11 +161,7 @@ def barriers_behind_data(endpoint: Endpoint, rounds: int, threads: int) -> list[
                         offset=outbox(endpoint, peer, part), remote_offset=inbox(endpoint, endpoint.rank, part), lane=part % LANES,
                     )  # fmt: skip
 
-        workers = [threading.Thread(target=write_some, args=(index,)) for index in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        in_threads(write_some, threads)
         endpoint.barrier()
         for peer in peers:
             seed = payload_seed(peer * 100 + endpoint.rank, number)

@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from expertwire.cli.interfaces import sent_by
 from expertwire.errors import InvalidArgumentError, UnavailableError
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x1000_0000, 0x4000_0000  # sched.h
@@ -59,8 +60,4 @@ def _do(*words: str) -> None:
 
 def loopback_bytes() -> int:
     """What the loopback of this process's namespace has sent so far. /sys shows that of the namespace that mounted it; this does not."""
-    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])  # proc(5): eight of reception, then bytes of transmission
-    return 0
+    return sent_by("lo").nbytes

@@ -8,6 +8,7 @@ Equal --seed and --iterations give an equal hash of all payloads.
 
   expertwire soak fabric --seconds 2100 --seed 7      35 minutes
   expertwire soak fabric --iterations 40 --ranks 4    a fixed amount of work
+  expertwire soak fabric --delivery-complete alternate --provider local    on and off in turn, where it may be off: else status 3
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import contextlib
 import hashlib
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertwire.cli.interfaces import Sent, sent_by
 from expertwire.cli.report import Exit, Report, RowStatus, options, terminal
 from expertwire.errors import ExpertwireError, InvalidArgumentError, UnavailableError
 
@@ -40,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of everything that is random (default 1)")
     parser.add_argument("--ranks", type=int, default=3, help=f"processes, 2 to {RANKS_MAX} (default 3)")
     parser.add_argument("--provider", choices=("tcp", "local"), default="tcp", help="what carries the bytes (default tcp)")
+    parser.add_argument(
+        "--delivery-complete",
+        choices=("auto", "on", "off", "alternate"),
+        default="auto",
+        help="of the writes; alternate: endpoints opened anew every few iterations, on and off in turn (default auto)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
 
 
@@ -50,8 +58,16 @@ def run(args: argparse.Namespace) -> int:
     from expertwire.cli.progress import RankProgress
     from expertwire.cli.soak.worker import Setup, soak
 
-    setup = Setup(args.ranks, args.provider, args.seed, args.seconds, args.iterations)
+    setup = Setup(args.ranks, args.provider, args.seed, args.seconds, args.iterations, args.delivery_complete)
     report = Report("soak fabric", {**asdict(setup), "options": options(args)})
+    why = refusal(setup)
+    if why:
+        report.add("failures", None, "", RowStatus.SKIPPED, **labels(setup), why=why)
+        report.write(args.json)
+        print(f"expertwire: --delivery-complete {setup.delivery_complete}: {why}", file=sys.stderr)
+        return report.exit_status()
+    interface = carried_by(setup)
+    before = sent_by(interface)
     limit_s = GRACE_S + (setup.iterations * ITERATION_S_MAX if setup.iterations else setup.seconds)
     with RankProgress(setup.ranks) as progress:
 
@@ -72,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"expertwire: {error}", file=sys.stderr)
             return Exit.FAILED
     add_rows(report, outcomes, setup)
+    if interface:
+        add_interface(report, outcomes, setup, interface, sent_by(interface) - before)
     report.write(args.json)
     terminal().print(report.table(f"{setup.ranks} ranks over {setup.provider}, seed {setup.seed}"))
     for outcome in outcomes:
@@ -92,9 +110,45 @@ def check(args: argparse.Namespace) -> None:
         raise InvalidArgumentError(f"--seed is {args.seed}; the least is 0")
 
 
+def refusal(setup: Setup) -> str:
+    """Why this provider may not be soaked as asked; empty where it may."""
+    if setup.delivery_complete not in ("off", "alternate"):
+        return ""
+    from expertwire.fabric import Endpoint
+    from expertwire.fabric.config import Settings
+
+    settings = replace(Settings.from_environment(), provider=setup.provider, delivery_complete="0")
+    try:
+        Endpoint(0, 2, settings).close()
+    except ExpertwireError as error:
+        return str(error)
+    return ""
+
+
+def carried_by(setup: Setup) -> str:
+    """The interface whose counters the kernel keeps of this traffic; empty where no packet is sent."""
+    if setup.provider != "tcp":
+        return ""
+    from expertwire.fabric.config import Settings
+    from expertwire.fabric.discover import choose_interface
+
+    return choose_interface(Settings.from_environment(), 1).name
+
+
+def add_interface(report: Report, outcomes: list[Outcome], setup: Setup, interface: str, sent: Sent) -> None:
+    """What the kernel says that the interface has sent beside what we say; others' traffic is in it."""
+    payload = sum(outcome.payload_bytes for outcome in outcomes)
+    common = {**labels(setup), "interface": interface}
+    report.add("interface_bytes", sent.nbytes, "B", **common)
+    report.add("interface_packets", sent.packets, "", **common)
+    if payload:
+        report.add("interface_over_payload", round(sent.nbytes / payload, 3), "×", **common)
+
+
 def labels(setup: Setup) -> dict[str, Any]:
     """What every row says of the run."""
-    return {"device": "cpu", "ranks": setup.ranks, "provider": setup.provider, "seed": setup.seed}
+    common = {"device": "cpu", "ranks": setup.ranks, "provider": setup.provider, "seed": setup.seed}
+    return common if setup.delivery_complete == "auto" else {**common, "delivery_complete": setup.delivery_complete}
 
 
 def add_rows(report: Report, outcomes: list[Outcome], setup: Setup) -> None:

@@ -34,6 +34,7 @@ HEADER = struct.Struct("<QI")  # of a notification: iteration, number
 FAILURES_KEPT = 20
 TIMEOUT_MS = 30_000  # of every wait, unless the environment asks for another
 SAY_EVERY_S = 0.5
+ALTERNATE_EVERY = 5  # iterations with delivery-complete on, then as many with it off
 CUT_OFF_WRITES = 3  # to a rank that leaves meanwhile
 COUNTED = (
     "requests_done", "requests_failed", "requests_cancelled", "submissions_pushed_back", "posts_again", "controls_held", "lanes_reopened",
@@ -51,6 +52,7 @@ class Setup:
     seed: int
     seconds: float
     iterations: int
+    delivery_complete: str = "auto"  # or "on", "off", "alternate": every endpoint anew, with the other of the two
 
 
 @dataclass
@@ -136,6 +138,8 @@ class Worker:
             self._restore(faults.revoked)
         if faults.leaver is not None:
             self._leave_and_return(faults.leaver)
+        if self.setup.delivery_complete == "alternate" and self.outcome.iterations % ALTERNATE_EVERY == 0:
+            self._begin_anew()
         return True
 
     def finish(self) -> Outcome:
@@ -152,9 +156,11 @@ class Worker:
         settings = replace(
             settings,
             provider=self.setup.provider,
+            delivery_complete=self._delivery_complete(),
             max_outstanding=plan.pressure(self.setup.seed, self.rank, self._incarnation),
             timeout_ms=settings.timeout_ms if "EXPERTWIRE_TIMEOUT_MS" in settings.given() else TIMEOUT_MS,
         )
+        self.outcome.counted[f"endpoints opened, delivery-complete {settings.delivery_complete}"] += 1
         self._stop = self.size * TRANSFERS_MAX  # the counter that says: this is the last iteration
         self.endpoint = Endpoint(self.rank, self.size, settings, counters=self._stop + 1, lanes=LANES + 1)
         lengths = {"send": 2 * AREA_BYTES, "receive": AREA_BYTES, "fetched": AREA_BYTES, "sink": SINK_BYTES, "unread": SINK_BYTES}
@@ -192,6 +198,19 @@ class Worker:
             if getattr(counted, name):
                 self._fail(f"{name} is {getattr(counted, name)}")
         self.endpoint.close()
+
+    def _begin_anew(self) -> None:
+        """All close, and meet again as others."""
+        dist.barrier()
+        self._close()
+        self._incarnation += 1
+        self._open()
+        self._begin(self._exchange_blobs())
+
+    def _delivery_complete(self) -> str:
+        """For an endpoint that is opened now: all ranks take the same, whoever comes back."""
+        words = {"auto": "auto", "on": "1", "off": "0"}
+        return words.get(self.setup.delivery_complete, "01"[self.outcome.iterations // ALTERNATE_EVERY % 2])
 
     def _restore(self, revoked: int) -> None:
         """The victim's owner registers it anew; with its new key the others reach it."""
