@@ -435,12 +435,18 @@ def test_nothing_that_a_bootstrap_could_bring_is_trusted(alone: Side, noise: byt
                 take(bad)
 
 
-def test_local_memory_that_is_no_file_cannot_be_announced() -> None:
+def test_local_memory_that_is_no_file_has_no_key() -> None:
     side = Side("local", {})
-    side.probe.add_peer(0, side.probe.address())
     side.probe.create_region(5, 4096, mappable=False)
+    assert side.probe.region_key(5) == b""
+    side.probe.add_peer(0, side.probe.address())
+    key = bytearray(side.probe.region_key(DATA))
+    key[4:8] = (0xFFFFFFFF).to_bytes(4, "little")
     with pytest.raises(UnavailableError, match="memfd"):
-        side.probe.add_remote_region(0, 6, side.probe.region_key(5))
+        side.probe.add_remote_region(0, 6, bytes(key))
+    key[16:24] = bytes(8)
+    with pytest.raises(InvalidArgumentError, match="not one of this version's"):  # 0 is that of a slot without a region
+        side.probe.add_remote_region(0, 6, bytes(key))
     side.probe.close()
 
 
