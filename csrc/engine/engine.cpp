@@ -5,6 +5,24 @@
 
 namespace expertwire {
 
+namespace {
+
+// Why an operation failed, as the provider says it. What is no failure, or says something of a record, is none of its.
+Status as_failure(Status said) {
+    switch (said) {
+        case Status::ok:
+        case Status::pending:
+        case Status::would_block:
+        case Status::cancelled:
+        case Status::stale:
+            return Status::io_error;
+        default:
+            return said;
+    }
+}
+
+}  // namespace
+
 Engine::Engine(const EngineLimits& limits, const GatePolicy& policy)
     : limits_(limits),
       policy_(policy),
@@ -240,8 +258,7 @@ void Engine::on_posted(const PostCommand& command, PostResult result, TimeNs now
     if (result.outcome == PostOutcome::posted) {
         accepted_by_provider(index, now);
     } else {
-        const bool says_why = result.status > Status::would_block;
-        if (!says_why) result.status = Status::io_error;  // a failure that calls itself none would end as none
+        result.status = as_failure(result.status);
         rejected_by_provider(index, result);
     }
     settle();
@@ -349,8 +366,7 @@ void Engine::on_completion(const Completion& completion, TimeNs) {
             end_posted(index, Status::ok);
         }
     } else {
-        const bool makes_sense = completion.status != Status::pending && completion.status != Status::would_block;
-        const Status status = makes_sense ? completion.status : Status::io_error;
+        const Status status = as_failure(completion.status);
         end_posted(index, status);
         fail_operation(index, status, completion.code);
     }
