@@ -10,7 +10,7 @@ import pytest
 
 from expertwire.fabric.config import Settings
 from fabric import bodies, torture_bodies
-from fabric.ranks import LOCAL, TCP, ranks
+from fabric.ranks import LOCAL, SHM, TCP, ranks
 
 RANKS = 6
 COUNT = 24  # writes to each peer on each lane
@@ -18,8 +18,8 @@ SLOTS = 4
 # One operation at a time: beyond it libfabric says -FI_EAGAIN. The completion queue is opened for 2 × SLOTS operations, the messages that
 # may arrive, and no more (csrc/provider/libfabric_provider.cpp).
 TIGHT = {"FI_OFI_RXM_TX_SIZE": "1", "FI_OFI_RXM_MSG_TX_SIZE": "1", "FI_OFI_RXM_MSG_RX_SIZE": "8"}
-FOUR = [dataclasses.replace(settings, max_outstanding=SLOTS) for settings in (LOCAL, TCP)]
-BOTH = pytest.mark.parametrize("settings", FOUR, ids=["local", "tcp"])
+FOUR = [dataclasses.replace(settings, max_outstanding=SLOTS) for settings in (LOCAL, TCP, SHM)]
+EVERY = pytest.mark.parametrize("settings", FOUR, ids=["local", "tcp", "shm"])
 
 
 def no_failure(counted: object) -> None:
@@ -28,7 +28,7 @@ def no_failure(counted: object) -> None:
     assert getattr(counted, "slots_counted_peak") <= SLOTS  # noqa: B009
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
 def test_more_peers_than_slots_nothing_fails_order_holds_nobody_starves(settings: Settings, sync: bool) -> None:
     """A lane to each of five peers twice over and one of the runtime's: fifteen queue pairs share four slots."""
@@ -64,9 +64,10 @@ def test_the_providers_queue_says_again_and_nothing_is_lost(path: str) -> None:
         assert all(one.requests_failed == one.misuses == one.thread_failures == 0 for one in counted)
 
 
-def test_one_stopped_peer_leaves_slots_for_the_others() -> None:
+@pytest.mark.parametrize("settings", FOUR[1:], ids=["tcp", "shm"])
+def test_one_stopped_peer_leaves_slots_for_the_others(settings: Settings) -> None:
     """It can hold a slot of its lane and one of the runtime's; two are left for the rest. (On local nothing is ever held.)"""
-    with ranks(4, FOUR[1]) as group:  # not TIGHT: the one operation that libfabric takes then would be the stopped peer's
+    with ranks(4, settings) as group:  # not TIGHT: the one operation that libfabric takes then would be the stopped peer's
         group.all(bodies.barrier_in_order, 1)
         os.kill(group[3].pid, signal.SIGSTOP)
         try:
