@@ -4,6 +4,7 @@ The three take turns, round by round, with the same library, the same memory siz
   raw    one loop over libfabric in a process of its own that shares no code with the engine (csrc/raw/raw_loop.cpp)
   async  batches of writes given to an endpoint, as many in flight as the window says
   sync   the same with EXPERTWIRE_SYNC_WRITES=1: a window's writes, a wait for all of them, the next window's
+All go round the same 64 places (32 at 1 MiB), whatever the window: so they differ in the window, and not in what the caches hold.
 A figure is the median over the rounds; `low` and `high` are the least and the largest. GB/s are per direction. `wire_utilization` and
 `message_rate_utilization` are async over the raw loop at the best of its windows. Every payload is checked outside of the timed window.
 
