@@ -63,6 +63,7 @@ std::optional<Ticket> SimulatedPort::put(const Put& put) {
     for (const Piece& piece : {put.head, put.tail}) {
         if (piece.bytes > 0) chunks.push_back(chunk_of(put.rank, piece, any_lane(put.rank)));
     }
+    for (const Piece& piece : put.more) chunks.push_back(chunk_of(put.rank, piece, any_lane(put.rank)));
     const ControlSpec control = signal_of(put.rank, put.word_offset, put.delta, any_lane(put.rank));
     const Engine::Submitted result =
         engine_.submit(PeerId{put.rank}, chunks, {&control, 1}, Level::delivered, network_.now());

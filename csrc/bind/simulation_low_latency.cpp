@@ -1,5 +1,7 @@
-// The low-latency mode's part of `_simulation`: its row kernels, for tests that compare their variants.
+// The low-latency mode's part of `_simulation`: seeds, its sizes, and its row kernels, for tests that compare their
+// variants.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +11,7 @@
 #include <vector>
 
 #include "bind/simulation_bind.hpp"
+#include "bind/simulation_low_latency_world.hpp"
 #include "rows/fp8.hpp"
 
 namespace nb = nanobind;
@@ -55,10 +58,58 @@ void bind_rows(nb::module_& module) {
         "isa"_a, "out"_a, "rows"_a, "weights"_a, "columns"_a, "One row of a low-latency combine.");
 }
 
+Mutant mutant_named(const std::string& name) {
+    static const std::map<std::string, Mutant> known = {
+        {"none", Mutant::none},
+        {"no_gate", Mutant::no_gate},
+        {"long_write", Mutant::long_write},
+        {"no_consumed_gate", Mutant::no_consumed_gate},
+        {"flag_before_rows", Mutant::flag_before_rows},
+        {"consumed_before_packed", Mutant::consumed_before_packed},
+        {"consumed_in_flight", Mutant::consumed_in_flight},
+        {"any_flag", Mutant::any_flag},
+        {"reused_in_flight", Mutant::reused_in_flight},
+        {"mask_forgets_consumed", Mutant::mask_forgets_consumed},
+    };
+    const auto found = known.find(name);
+    if (found == known.end()) throw nb::value_error(("no such mutant of the low-latency mode: " + name).c_str());
+    return found->second;
+}
+
+nb::dict run_seeds(std::uint64_t first, std::uint64_t count, const std::string& mutant, bool stop,
+                   std::uint32_t trace_lines) {
+    simulation::Options options;
+    options.mutant = mutant_named(mutant);
+    options.trace_lines = trace_lines;
+    simulation::Coverage coverage;
+    std::vector<simulation::Result> results;
+    {
+        const nb::gil_scoped_release released;
+        for (std::uint64_t seed = first; seed < first + count; ++seed) {
+            results.push_back(simulation::simulate_low_latency(seed, options, coverage));
+            if (stop && !results.back().error.empty()) break;
+        }
+    }
+    nb::list hashes;
+    nb::list failures;
+    for (std::size_t at = 0; at < results.size(); ++at) {
+        hashes.append(results[at].trace_hash);
+        if (!results[at].error.empty()) failures.append(nb::make_tuple(first + at, results[at].error));
+    }
+    nb::dict out;
+    out["failures"] = failures;
+    out["trace_hashes"] = hashes;
+    out["coverage"] = nb::cast(coverage);
+    out["trace"] = nb::cast(results.empty() ? std::vector<std::string>{} : results.back().trace);
+    return out;
+}
+
 }  // namespace
 
 void bind_low_latency_simulation(nb::module_& module) {
     bind_rows(module);
+    module.def("run_low_latency_seeds", &run_seeds, "first"_a, "count"_a, "mutant"_a = "none", "stop"_a = false,
+               "trace_lines"_a = 0, "Runs seeds of the low-latency mode; as run_exchange_seeds.");
 }
 
 }  // namespace expertwire

@@ -16,6 +16,13 @@ enum class Mutant : std::uint8_t {
     no_wait_for_notify,       // exchange: rows leave before all notifies are here
     buffer_freed_at_timeout,  // the hard deadline turns a request terminal instead of quarantining its slots
     long_write,               // a write takes eight bytes more than it was asked for
+    no_consumed_gate,         // low latency: rows leave before the peer has consumed the call before the last
+    flag_before_rows,         // low latency: a rank of the node is told of rows before they are there
+    consumed_before_packed,   // low latency: peers are told that rows are consumed before they are packed
+    consumed_in_flight,       // low latency: peers may overwrite rows that are still on their way out
+    any_flag,                 // low latency: rows of an older call are taken for this one's
+    reused_in_flight,         // low latency: rows on their way out are overwritten by the call after the next
+    mask_forgets_consumed,    // low latency: a rank that is unmasked is not told what it missed
     never_reopens,            // a lane that aborted stays closed to what was accepted since
 };
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "engine/types.hpp"
@@ -37,12 +38,13 @@ class Port {
         std::uint64_t bytes = 0;
     };
 
-    // Write a piece or two, then add `delta` to the 64-bit word at `word_offset` of the rank's control region once all
-    // bytes are *delivered* (a gated signal, scope request). nullopt: would block, nothing was taken.
+    // Write pieces, one at least, then add `delta` to the 64-bit word at `word_offset` of the rank's control region
+    // once all bytes are *delivered* (a gated signal, scope request). nullopt: would block, nothing was taken.
     struct Put {
         std::uint32_t rank = 0;
         Piece head;
-        Piece tail;  // of 0 bytes: there is none
+        Piece tail;                   // of 0 bytes: there is none
+        std::span<const Piece> more;  // beyond these two, none empty
         std::uint64_t word_offset = 0;
         std::uint64_t delta = 0;
     };

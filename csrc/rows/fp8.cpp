@@ -45,7 +45,7 @@ EXPERTWIRE_INLINE void quantise_block(std::uint8_t* out, float* scale, const std
     std::int16_t most = 0;
     for (std::size_t i = 0; i < columns; ++i) most = std::max(most, static_cast<std::int16_t>(in[i] & 0x7FFF));
     float amax = widen_bf16(static_cast<std::uint16_t>(most));
-    if (most > 0x7F80u) amax = std::numeric_limits<float>::quiet_NaN();
+    if (most > 0x7F80) amax = std::numeric_limits<float>::quiet_NaN();
     if (amax < kLeastAmax) amax = kLeastAmax;
     *scale = amax * (1.0f / kLargest);
     float factor = kLargest / amax;
