@@ -13,6 +13,10 @@ from leftovers import held, left_over
 WATCHED = {"fabric", "ep", "sim"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--large", action="store_true", help="also tests that take gigabytes of memory")
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test of these rooms leaves no endpoint, region, request, handle, descriptor or thread behind, here or in a rank."""
