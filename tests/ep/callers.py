@@ -19,17 +19,44 @@ from expertwire.ep.plan import expert_first
 from expertwire.ep.reference import reference_combine, reference_dispatch, reference_layout
 from harness import Rank
 
-HIDDEN, EXPERTS, TOPK = 64, 12, 3
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+HIDDEN, EXPERTS, TOPK = 256, 12, 3
+BLOCK = 128  # elements that share a scale
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # bf16, or FP8 with scales
+Batch = tuple[Rows, torch.Tensor, torch.Tensor]
 
 
-def batch(rank: int, seed: int = 0) -> Batch:
-    """x bf16 [T, H], ids int64 [T, K], weights f32 [T, K]. A rank in five has no tokens."""
+def batch(rank: int, seed: int = 0, kind: str = "bf16") -> Batch:
+    """x [T, H], ids int64 [T, K], weights f32 [T, K]. A rank in five has no tokens."""
     random = torch.Generator().manual_seed(1009 * seed + rank)
     tokens = 0 if rank % 5 == 2 else 7 + rank
     x = torch.randn((tokens, HIDDEN), generator=random).bfloat16()
     ids = torch.rand((tokens, EXPERTS), generator=random).argsort(1)[:, :TOPK]
-    return x, ids, torch.rand((tokens, TOPK), generator=random).softmax(1)
+    return packed(x, kind), ids, torch.rand((tokens, TOPK), generator=random).softmax(1)
+
+
+def packed(x: torch.Tensor, kind: str) -> Rows:
+    """As callers quantise: "bf16"; "fp8" with a float32 scale for each block, by columns; "ue8m0" with exponents of four in an int32."""
+    if kind == "bf16":
+        return x
+    blocks = x.float().unflatten(1, (HIDDEN // BLOCK, BLOCK))
+    exponents = (blocks.abs().amax(2).clamp(min=1e-4) / 448).log2().ceil()
+    rows = (blocks / exponents.exp2()[..., None]).to(torch.float8_e4m3fn).view_as(x)
+    if kind == "fp8":
+        return rows, exponents.exp2().t().contiguous().t()
+    words = sum((exponents[:, block] + 127).int() << 8 * block for block in range(exponents.shape[1]))
+    assert isinstance(words, torch.Tensor)
+    return rows, words[:, None]
+
+
+def unpacked(rows: Rows) -> torch.Tensor:
+    """What was packed, in fp32."""
+    if isinstance(rows, torch.Tensor):
+        return rows.float()
+    values, scales = rows
+    if scales.dtype == torch.int32:
+        shifts = torch.arange(HIDDEN // BLOCK, dtype=torch.int32) * 8
+        scales = ((scales >> shifts & 255) - 127).float().exp2()
+    return (values.float().unflatten(1, (HIDDEN // BLOCK, BLOCK)) * scales[..., None]).flatten(1)
 
 
 def factor(experts: torch.Tensor) -> torch.Tensor:
@@ -37,17 +64,18 @@ def factor(experts: torch.Tensor) -> torch.Tensor:
     return 0.5 + experts.float() / 8
 
 
-def experts_of(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def experts_of(rows: Rows, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Weighted outputs of the experts of a row, summed. ids [N, K] are of all ranks' experts, −1: none."""
     share = torch.where(ids < 0, torch.zeros_like(weights), weights * factor(ids))
-    return (rows.float() * share.sum(1, keepdim=True)).bfloat16()
+    return (unpacked(rows) * share.sum(1, keepdim=True)).bfloat16()
 
 
-def expected(rank: Rank, node_of: Sequence[int], seed: int = 0) -> torch.Tensor:
+def expected(rank: Rank, node_of: Sequence[int], seed: int = 0, kind: str = "bf16") -> torch.Tensor:
     """What comes home to this rank."""
-    batches = [batch(source, seed) for source in range(rank.size)]
+    batches = [batch(source, seed, kind) for source in range(rank.size)]
     in_ranks = [reference_layout(ids, EXPERTS, node_of).in_rank for _, ids, _ in batches]
-    received = reference_dispatch([x for x, _, _ in batches], in_ranks, [ids for _, ids, _ in batches], [w for _, _, w in batches], EXPERTS)
+    xs, ids, weights = ([one[place] for one in batches] for place in range(3))
+    received = reference_dispatch([unpacked(x) for x in xs], in_ranks, ids, weights, EXPERTS)
     first = expert_first(EXPERTS, rank.size)
     ys = []
     for to, one in enumerate(received):
@@ -86,7 +114,7 @@ class VllmHighThroughput:
     def config(self, of: Callable[[int], Any]) -> Any:
         return of(self.ranks) if self.ranks in self.known_ranks else None
 
-    def prepare(self, given: Batch, number: int, overlapped: bool) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]]:
+    def prepare(self, given: Batch, number: int, overlapped: bool) -> Callable[[], tuple[Rows, torch.Tensor, torch.Tensor, Any]]:
         x, ids, weights = given
         previous = self.buffer.capture() if overlapped else None
         per_rank, per_node, per_expert, in_rank, event = self.buffer.get_dispatch_layout(
@@ -110,7 +138,7 @@ class VllmHighThroughput:
         )
         self.handles[number] = handle
 
-        def receive() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+        def receive() -> tuple[Rows, torch.Tensor, torch.Tensor, Any]:
             assert (event.event is None) == overlapped, "what vLLM decides by"
             if event.event is not None:
                 event.current_stream_wait()
@@ -159,16 +187,16 @@ def vllm_high_throughput(rank: Rank, node_of: Sequence[int]) -> int:
             assert counts.tolist() == [int((ids[mine] == expert).sum()) for expert in range(offset, end)]
             return experts_of(rows, torch.where(mine, ids, -1), weights)
 
-        for seed in range(2):
-            given = batch(rank.rank, seed)
-            output = torch.empty_like(given[0])
+        for seed, kind in enumerate(("bf16", "fp8")):
+            given = batch(rank.rank, seed, kind)
+            output = torch.empty((given[1].shape[0], HIDDEN), dtype=torch.bfloat16)
             layer.finalize(output, run(layer.prepare(given, 0, overlapped=False)), 0, overlapped=False)
-            assert torch.equal(output, expected(rank, node_of, seed))
+            assert torch.equal(output, expected(rank, node_of, seed, kind))
         # dual-batch overlap: both dispatches before either combine
         both = [batch(rank.rank, seed) for seed in (2, 3)]
         receivers = [layer.prepare(given, number, overlapped=True) for number, given in enumerate(both)]
         for number, given in enumerate(both):
-            output = torch.empty_like(given[0])
+            output = torch.empty((given[1].shape[0], HIDDEN), dtype=torch.bfloat16)
             layer.finalize(output, run(receivers[number]), number, overlapped=True)
             assert torch.equal(output, expected(rank, node_of, 2 + number))
         buffer.destroy()
@@ -204,8 +232,8 @@ def sglang_normal(rank: Rank, node_of: Sequence[int], tuned: bool) -> list[int]:
         )
         assert not buffer.low_latency_mode, "then SGLang does not clean the low-latency buffer"
         counts: list[int] = []
-        for seed in range(2):
-            x, ids, weights = batch(rank.rank, seed)
+        for seed, kind in enumerate(("bf16", "ue8m0" if tuned else "fp8")):
+            x, ids, weights = batch(rank.rank, seed, kind)
             previous = deep_ep.Buffer.capture() if tuned else None
             per_rank, per_node, per_expert, in_rank, previous = buffer.get_dispatch_layout(
                 ids.to(torch.int64), EXPERTS, previous_event=previous, async_finish=tuned, allocate_on_comm_stream=previous is not None
@@ -238,7 +266,7 @@ def sglang_normal(rank: Rank, node_of: Sequence[int], tuned: bool) -> list[int]:
             )
             if tuned:
                 event.current_stream_wait()
-            assert torch.equal(home, expected(rank, node_of, seed))
+            assert torch.equal(home, expected(rank, node_of, seed, kind))
     return counts  # and never a destroy()
 
 
@@ -345,28 +373,46 @@ class MegatronCombine(torch.autograd.Function):
 
 
 def megatron(rank: Rank, node_of: Sequence[int]) -> list[float]:
-    """(calc_diff of the gradient of x, of the probabilities) against one process in fp32, whose rows are rounded to bf16 on their way."""
-    first = expert_first(EXPERTS, rank.size)[rank.rank]
-    diffs: list[float] = []
+    """`layer_with_gradients` with the replay of its calls."""
     with deep_ep_on(node_of):
+        diffs: list[float] = []
         for overlapped in (False, True):
-            x, ids, probs = batch(rank.rank)
-            x.requires_grad_()
-            probs.requires_grad_()
-            rows, local, share, counts, handle = MegatronDispatch.apply(x, ids, probs, rank, overlapped)
-            assert counts.tolist() == [int((local == expert).sum()) for expert in range(len(counts))]
-            output = experts_of(rows, torch.where(local < 0, -1, local + first), share)
-            home = MegatronCombine.apply(output, rank, handle, overlapped)
-            assert torch.equal(home, expected(rank, node_of))
-            pull = torch.randn(home.shape, generator=torch.Generator().manual_seed(rank.rank)).bfloat16()
-            home.backward(pull)
-            assert x.grad is not None
-            assert probs.grad is not None
-            plain_x, plain_probs = x.detach().float().requires_grad_(), probs.detach().clone().requires_grad_()
-            (plain_x * (plain_probs * factor(ids)).sum(1, keepdim=True)).backward(pull.float())
-            diffs += [calc_diff(x.grad, plain_x.grad), calc_diff(probs.grad, plain_probs.grad)]
+
+            def dispatch(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, overlapped: bool = overlapped) -> Any:
+                return MegatronDispatch.apply(x, ids, probs, rank, overlapped)
+
+            def combine(output: torch.Tensor, handle: Any, overlapped: bool = overlapped) -> Any:
+                return MegatronCombine.apply(output, rank, handle, overlapped)
+
+            diffs += layer_with_gradients(rank, node_of, dispatch, combine)
         rank.kept.pop("megatron").destroy()
     return diffs
+
+
+def layer_with_gradients(
+    rank: Rank, node_of: Sequence[int], dispatch: Callable[..., Any], combine: Callable[[torch.Tensor, Any], torch.Tensor]
+) -> list[float]:
+    """The layer forwards, bit for bit, and backwards: calc_diff of the gradient of x and of that of the probabilities against one process
+    in fp32, from which they differ by rounding rows to bf16 on their way.
+
+    `dispatch(x, ids, probs)` gives rows, local ids, shares, counts and what `combine(output, handle)` takes.
+    """
+    first = expert_first(EXPERTS, rank.size)[rank.rank]
+    x, ids, probs = batch(rank.rank)
+    assert isinstance(x, torch.Tensor)
+    x.requires_grad_()
+    probs.requires_grad_()
+    rows, local, share, counts, handle = dispatch(x, ids, probs)
+    assert counts.tolist() == [int((local == expert).sum()) for expert in range(len(counts))]
+    home = combine(experts_of(rows, torch.where(local < 0, -1, local + first), share), handle)
+    assert torch.equal(home, expected(rank, node_of))
+    pull = torch.randn(home.shape, generator=torch.Generator().manual_seed(rank.rank)).bfloat16()
+    home.backward(pull)
+    assert x.grad is not None
+    assert probs.grad is not None
+    plain_x, plain_probs = x.detach().float().requires_grad_(), probs.detach().clone().requires_grad_()
+    (plain_x * (plain_probs * factor(ids)).sum(1, keepdim=True)).backward(pull.float())
+    return [calc_diff(x.grad, plain_x.grad), calc_diff(probs.grad, plain_probs.grad)]
 
 
 def calc_diff(found: torch.Tensor, want: torch.Tensor | None) -> float:

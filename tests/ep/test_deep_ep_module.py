@@ -118,8 +118,14 @@ def test_a_folder_without_code_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
     check(ours.install())
 
 
-# What may be called without a Buffer over processes, and how.
-CALLS = {
+# What each takes by position.
+CALLS: dict[str, tuple[object, ...]] = {
+    "is_sm90_compiled": (),
+    "capture": (),
+    "memory_plan": ([0],),
+    "statistics": (),
+    "get_comm_stream": (),
+    "destroy": (),
     "get_dispatch_layout": (None, 8),
     "dispatch": (None,),
     "combine": (None, None),
@@ -129,6 +135,11 @@ CALLS = {
     "get_combine_config": (8,),
     "get_low_latency_rdma_size_hint": (128, 7168, 8, 288),
 }
+
+
+def test_every_method_is_called_here() -> None:
+    methods = {name for name, value in vars(ep.Buffer).items() if not name.startswith("_") and callable(getattr(value, "__func__", value))}
+    assert {name for name in methods if not name.startswith(("low_latency", "clean_low", "get_next_low"))} == set(CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -185,6 +185,7 @@ class Buffer:
     # ---- statics
 
     @staticmethod
+    @keywords()
     def is_sm90_compiled() -> bool:
         """Whether kernels for NVIDIA's sm90 are compiled in. Never: kernels are compiled when first used."""
         return False
@@ -199,6 +200,7 @@ class Buffer:
         Buffer.num_sms = number
 
     @staticmethod
+    @keywords()
     def capture() -> EventOverlap:
         """An event at the current point of the current stream. Complete already on CPU."""
         return EventOverlap(EventHandle())
@@ -222,6 +224,7 @@ class Buffer:
         return low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     @staticmethod
+    @keywords()
     def memory_plan(
         node_of: Sequence[object],
         *,
@@ -267,6 +270,7 @@ class Buffer:
         """What carries rows between nodes: "local", "tcp", …."""
         return self.runtime.provider
 
+    @keywords()
     def statistics(self) -> dict[str, int]:
         """Counters of the transport, a snapshot: what was posted to other nodes, completed, retried and so on."""
         with self._holding("statistics"):
@@ -283,6 +287,7 @@ class Buffer:
                 raise PlannedError(f"Buffer.{name} is part of {PLANNED[name]}, which is planned and not there yet")
             raise AttributeError(f"Buffer has no attribute {name!r}")
 
+    @keywords()
     def get_comm_stream(self) -> torch.Stream:
         """The stream that operations run on. Raises `UnavailableError` on CPU: operations run in the caller's thread."""
         raise UnavailableError("this Buffer works on CPU tensors, which have no streams: operations run in the calling thread")
@@ -461,6 +466,7 @@ class Buffer:
 
     # ---- end
 
+    @keywords()
     def destroy(self) -> None:
         """Release everything. Collective, and may be called again. Tensors that an operation returned stay valid.
 

@@ -60,7 +60,7 @@ def keywords(
         def checked(*values: Parameters.args, **named: Parameters.kwargs) -> Result:
             for name in [name for name in named if name not in own]:
                 if name not in known:
-                    takes = ", ".join((*own, *sorted(known)))
+                    takes = ", ".join((*own, *sorted(known))) or "none"
                     raise InvalidTypeError(f"{function.__qualname__} has no argument {name!r}; it takes {takes}")
                 value = named.pop(name)
                 if known[name].asks(value):
