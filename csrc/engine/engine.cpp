@@ -160,14 +160,21 @@ Status Engine::release(Ticket ticket) {
 std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs) {
     std::size_t count = 0;
     pushed_back_since_take_ = false;
-    std::uint32_t idle_lanes = 0;  // looked at in a row without a post
-    while (postable_ > 0 && count < out.size() && idle_lanes < lanes_used_) {
-        if (round_robin_ >= lanes_used_) round_robin_ = 0;
-        if (take_one(round_robin_++, out[count])) {
-            ++count;
-            idle_lanes = 0;
-        } else {
-            ++idle_lanes;
+    // With fewer slots than lanes small ones could hold them all for ever: then everybody has a turn.
+    const bool bulk_last = bulk_lanes_ && lanes_live_ <= limits_.outstanding_max;
+    for (const bool bulk : {false, true}) {
+        if (bulk && !bulk_last) break;
+        std::uint32_t idle_lanes = 0;  // looked at in a row without a post
+        while (postable_ > 0 && count < out.size() && idle_lanes < lanes_used_) {
+            if (round_robin_ >= lanes_used_) round_robin_ = 0;
+            const std::uint32_t lane = round_robin_++;
+            const bool served = !bulk_last || (lanes_[lane].bulk_window > 0) == bulk;
+            if (served && take_one(lane, out[count])) {
+                ++count;
+                idle_lanes = 0;
+            } else {
+                ++idle_lanes;
+            }
         }
     }
     return count;
@@ -177,7 +184,8 @@ std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs) {
 bool Engine::take_one(std::uint32_t queue_pair, PostCommand& out) {
     QueuePair& lane = lanes_[queue_pair];
     if (lane.state != LaneState::open && lane.state != LaneState::aborting) return false;
-    if (lane.counted >= window_ || counted_ >= limits_.outstanding_max || slots_.available() == 0) return false;
+    const std::uint32_t window = lane.bulk_window > 0 ? std::min(lane.bulk_window, window_) : window_;
+    if (lane.counted >= window || counted_ >= limits_.outstanding_max || slots_.available() == 0) return false;
     std::uint32_t index = lane.ready_cursor;
     if (index != no_index) {
         lane.ready_cursor = operations_[index].next_ready;

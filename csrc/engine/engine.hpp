@@ -107,7 +107,8 @@ class Engine {
 
     // ---- lanes. The first queue pair of a peer opens the peer. An invalid id: table full, the peer is failed or
     // closing.
-    QueuePairId open_queue_pair(PeerId peer, EndpointId endpoint);
+    // `bulk_window` above 0: a bulk lane, with at most so many operations in flight, served after all others.
+    QueuePairId open_queue_pair(PeerId peer, EndpointId endpoint, std::uint32_t bulk_window = 0);
     // Drops what was not posted (Status::closed) and closes the peer's lanes. `ok`: closed, the peer may be opened
     // again. `pending`: something is still in flight; call it again after on_peer_closed(), on_endpoint_closed() or
     // completions.
@@ -312,6 +313,7 @@ class Engine {
     std::uint32_t lanes_live_ = 0;
     std::uint32_t window_ = 1;
     std::uint32_t round_robin_ = 0;
+    bool bulk_lanes_ = false;       // there ever was one
     std::uint32_t lanes_used_ = 0;  // one past the highest lane ever opened: bounds the round
     std::uint32_t postable_ = 0;    // operations in state queued
     std::uint32_t counted_ = 0;     // slots that count against the cap

@@ -5,7 +5,7 @@
 
 namespace expertwire {
 
-QueuePairId Engine::open_queue_pair(PeerId peer, EndpointId endpoint) {
+QueuePairId Engine::open_queue_pair(PeerId peer, EndpointId endpoint, std::uint32_t bulk_window) {
     if (peer.value >= peers_.size() || !endpoint.valid()) return {};
     Peer& owner = peers_[peer.value];
     if (owner.state != PeerState::closed && owner.state != PeerState::open) return {};
@@ -20,6 +20,8 @@ QueuePairId Engine::open_queue_pair(PeerId peer, EndpointId endpoint) {
     unused->state = LaneState::open;
     unused->peer = peer;
     unused->endpoint = endpoint;
+    unused->bulk_window = bulk_window;
+    bulk_lanes_ = bulk_lanes_ || bulk_window > 0;
     owner.state = PeerState::open;
     owner.error = Status::ok;
     owner.code = 0;

@@ -1,0 +1,78 @@
+"""Bulk lanes in the engine: few operations in flight, after everything else, and nothing of the order within a lane changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from expertwire.testing.cluster import simulation
+
+SMALL, BULK = 0, 1
+REQUEST = 0
+
+
+def probe(**options: Any) -> Any:
+    return simulation().EngineProbe(**{"outstanding_max": 64, "peers": 2, "lanes": 2, "bulk_window": 2, **options})
+
+
+def test_a_bulk_lane_has_its_window_and_no_more_in_flight() -> None:
+    engine = probe()
+    _, bulk = engine.submit(0, [BULK] * 5)
+    _, other = engine.submit(1, [BULK] * 3)
+    first = [ticket for ticket, _ in engine.post()]
+    assert [engine.lane(peer, BULK)["in_flight"] for peer in (0, 1)] == [2, 2]
+    engine.complete(first[0])
+    assert len(engine.post()) == 1, "one has ended, one follows"
+    flying = first[1:] + [ticket for ticket, _ in engine.post()]
+    while engine.status(bulk) == "pending" or engine.status(other) == "pending":
+        for _ in range(20):
+            flying += [ticket for ticket, _ in engine.post()]
+            assert all(engine.lane(peer, BULK)["in_flight"] <= 2 for peer in (0, 1))
+        if not flying:
+            break
+        engine.complete(flying.pop(0))
+    assert engine.invariants() == ""
+
+
+def test_small_lanes_are_served_first_and_never_wait_for_a_bulk_window() -> None:
+    engine = probe()
+    _, bulk = engine.submit(0, [BULK] * 4, [(SMALL, REQUEST)])
+    _, small = engine.submit(0, [SMALL] * 3)
+    posted = engine.post(4)
+    assert engine.lane(0, SMALL)["in_flight"] == 3, "although the bulk was there before"
+    assert engine.lane(0, BULK)["in_flight"] == 1
+    for ticket, _ in posted[:3]:
+        engine.complete(ticket)
+    assert engine.status(small) == "ok"
+    assert engine.status(bulk) == "pending"
+    _, later = engine.submit(0, [SMALL])
+    ((ticket, _),) = engine.post(1)
+    engine.complete(ticket)
+    assert engine.status(later) == "ok", "with the bulk still in flight"
+
+
+def test_the_signal_of_a_bulk_goes_out_over_the_small_lane_when_all_of_it_is_there() -> None:
+    engine = probe()
+    _, bulk = engine.submit(0, [BULK] * 3, [(SMALL, REQUEST)])
+    flying: list[int] = []
+    for _ in range(3):
+        flying += [ticket for ticket, kind in engine.post() if kind == "write"]
+        engine.complete(flying.pop(0))
+    ((signal, kind),) = engine.post()
+    assert kind == "signal"
+    engine.complete(signal)
+    assert engine.status(bulk) == "ok"
+    assert engine.idle()
+
+
+def test_bulk_is_not_starved_where_small_lanes_want_every_slot() -> None:
+    engine = probe(outstanding_max=2)  # for four lanes
+    _, bulk = engine.submit(0, [BULK] * 4)
+    for _ in range(100):
+        for peer in (0, 1):
+            engine.submit(peer, [SMALL])
+        for ticket, _ in engine.post():
+            engine.complete(ticket)
+        if engine.status(bulk) == "ok":
+            break
+    assert engine.status(bulk) == "ok"
+    assert engine.invariants() == ""
