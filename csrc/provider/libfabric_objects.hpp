@@ -91,8 +91,9 @@ inline constexpr std::uint32_t kMessageMagic = 0x31'57'58'45;  // "EXW1"
 
 // A revocation says that a region is about to go. It is answered once nothing of the sender's is on its way there any
 // more: over tcp a write with a stale key costs the whole connection, and with it what others had in flight.
-// `moved` carries the name of the endpoint that replaces the one it came over; `moved_answer` is the last that its
-// receiver sends to the old one (libfabric_replace.cpp).
+// `moved` carries the names of the endpoints that replace those that it came over; `moved_answer` is the last that its
+// receiver sends to the old ones. `greeting` carries the same to a peer that may know only an older address
+// (libfabric_replace.cpp).
 enum class MessageKind : std::uint8_t {
     notification = 1,
     signal,
@@ -100,7 +101,8 @@ enum class MessageKind : std::uint8_t {
     revocation,
     revocation_answer,
     moved,
-    moved_answer
+    moved_answer,
+    greeting
 };
 
 struct MessageHeader {
@@ -119,11 +121,12 @@ static_assert(sizeof(MessageHeader) == 48);
 
 // What a peer needs to reach this provider; endpoint names follow, each behind its u32 length.
 struct AddressHeader {
-    std::uint32_t magic = 0x31'41'58'45;  // "EXA1"
+    std::uint32_t magic = 0x32'41'58'45;  // "EXA2"
     std::uint32_t endpoints = 0;
     std::uint64_t instance = 0;
+    std::uint64_t replacements = 0;  // of its endpoints, before this address was made
 };
-static_assert(sizeof(AddressHeader) == 16);
+static_assert(sizeof(AddressHeader) == 24);
 
 // What a peer needs to reach one region.
 struct RegionKey {

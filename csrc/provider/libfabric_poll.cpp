@@ -167,10 +167,14 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
             revocation_answered(message);
             break;
         case MessageKind::moved:
+        case MessageKind::greeting:
             peer_moved(message, {buffer + sizeof(message), buffer + bytes});
             break;
         case MessageKind::moved_answer:
-            if (message.operand == replacements_) forgo_peer(sender->second);
+            if (message.operand == replacements_) {
+                std::erase(ungreeted_, message.sender);
+                forgo_peer(sender->second);
+            }
             break;
         default:
             ++counters_.dropped_messages;
@@ -323,7 +327,7 @@ void LibfabricProvider::send_answers() {
             return;
         }
         answer.peer = peers_[sender->second.value].get();
-        answer.endpoint = options_.endpoints == 1 ? current_ : answer.set;
+        answer.endpoint = current_ + lane_of(answer.set);
         answer.message.sender = instance_;
         const ssize_t outcome =
             fi_send(objects_->endpoints[answer.endpoint].get(), &answer.message, sizeof(answer.message),

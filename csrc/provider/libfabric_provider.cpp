@@ -10,7 +10,7 @@ namespace expertwire::fabric {
 namespace {
 
 constexpr std::uint32_t kEndpointsMax = 64, kNameBytesMax = 512, kIdsMax = 1u << 20;
-constexpr std::uint32_t kSendBuffers = 64;
+constexpr std::uint32_t kSendBuffers = 64, kWords = 4;  // for each half: moved, greeting
 
 std::string number(std::uint64_t value) {
     return std::to_string(value);
@@ -60,7 +60,7 @@ ControlResult LibfabricProvider::open() {
     attributes.type = info_->domain_attr->av_type;
     code = fi_av_open(objects_->domain.get(), &attributes, objects_->addresses.out(), nullptr);
     if (code != 0) return failure(*library_, "fi_av_open", code);
-    const std::uint32_t places = options_.endpoints + (replaceable() ? 1 : 0);
+    const std::uint32_t places = options_.endpoints * (replaceable() ? 2 : 1);
     objects_->endpoints.resize(places);
     objects_->sets.resize(places);
     in_flight_.assign(places, 0);
@@ -70,8 +70,8 @@ ControlResult LibfabricProvider::open() {
     return open_messages();
 }
 
-ControlResult LibfabricProvider::open_queue(std::uint32_t place) {
-    Handle<fid_cq>& queue = objects_->queues[place];
+ControlResult LibfabricProvider::open_queue(std::uint32_t half) {
+    Handle<fid_cq>& queue = objects_->queues[half];
     fi_cq_attr attributes{};
     attributes.format = FI_CQ_FORMAT_MSG;
     attributes.size = std::size_t{options_.slots} + 2 * std::size_t{options_.endpoints} * options_.receive_buffers + 64;
@@ -103,7 +103,7 @@ ControlResult LibfabricProvider::open_endpoint(std::uint32_t index) {
 
 ControlResult LibfabricProvider::open_messages() {
     message_bytes_ = sizeof(MessageHeader) + capabilities_.notification_bytes_max;
-    objects_->message_memory.resize((std::size_t{kSendBuffers} + 1) * message_bytes_);
+    objects_->message_memory.resize((std::size_t{kSendBuffers} + kWords) * message_bytes_);
     objects_->contexts.resize(options_.slots);
     objects_->notices.resize(kNotices);
     for (std::uint32_t index = 0; index < kNotices; ++index) {
@@ -257,9 +257,10 @@ std::vector<std::byte> LibfabricProvider::address(EndpointId endpoint) const {
     AddressHeader header;
     header.endpoints = options_.endpoints;
     header.instance = instance_;
+    header.replacements = replacements_;
     std::vector<std::byte> blob = to_bytes(header);
     for (std::uint32_t index = 0; index < options_.endpoints; ++index) {
-        const std::uint32_t which = options_.endpoints == 1 ? current_ : (endpoint.value + index) % options_.endpoints;
+        const std::uint32_t which = current_ + lane_of(endpoint.value + index);
         std::vector<std::byte> name;
         if (!name_of(which, name).ok()) return {};
         const auto bytes = to_bytes(static_cast<std::uint32_t>(name.size()));
@@ -296,6 +297,7 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
     }
     auto entry = std::make_unique<Peer>();
     entry->instance = header.instance;
+    entry->move_number = header.replacements;
     std::span<const std::byte> rest = address.subspan(sizeof(header));
     for (std::uint32_t index = 0; index < header.endpoints; ++index) {
         std::uint32_t length = 0;
@@ -312,6 +314,7 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
         rest = rest.subspan(length);
     }
     by_instance_[header.instance] = peer;
+    if (replacements_ > 0) ungreeted_.push_back(header.instance);
     removed_instances_.erase(header.instance);
     peers_[peer.value] = std::move(entry);
     return {};
@@ -344,9 +347,8 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
 // refused.
 void LibfabricProvider::free_peer(Peer& peer) {
     if (!peer.removed || peer.in_flight != 0 || peer.addresses.empty()) return;
-    for (const fi_addr_t address : {peer.next, peer.before}) {
-        if (address != FI_ADDR_UNSPEC) peer.addresses.push_back(address);
-    }
+    for (const auto* more : {&peer.next, &peer.before})
+        peer.addresses.insert(peer.addresses.end(), more->begin(), more->end());
     fi_av_remove(objects_->addresses.get(), peer.addresses.data(), peer.addresses.size(), 0);
     peer.addresses.clear();
 }

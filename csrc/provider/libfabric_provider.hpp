@@ -29,9 +29,10 @@ struct Peer {
     std::uint32_t in_flight = 0;       // operations whose contexts libfabric still owns
     bool removed = false;
     Move move = Move::settled;
-    std::uint64_t move_number = 0;      // what its answer names
-    fi_addr_t next = FI_ADDR_UNSPEC;    // while it moves: its new endpoint
-    fi_addr_t before = FI_ADDR_UNSPEC;  // its endpoint before the last move; freed late, its connection may hold bytes
+    bool greeted = false;           // the move was told by a greeting: the old endpoints are gone
+    std::uint64_t move_number = 0;  // how often it has replaced its endpoints, as far as is known here
+    std::vector<fi_addr_t> next;    // while it moves: its new endpoints
+    std::vector<fi_addr_t> before;  // those before the last move; freed late, their connections may hold bytes
 };
 
 // What libfabric gets as the context of an operation. It owns `fi` from the post until the completion.
@@ -92,15 +93,16 @@ struct MessageSet {
 struct Objects {
     Handle<fid_fabric> fabric;
     Handle<fid_domain> domain;
-    std::vector<Handle<fid_cq>> queues;  // by endpoint where they can be replaced, else one for all
+    std::vector<Handle<fid_cq>> queues;  // one for each set of endpoints
     Handle<fid_av> addresses;
-    std::vector<std::byte> message_memory;   // send buffers, and behind them the announcement of a replacement
+    std::vector<std::byte> message_memory;   // send buffers, and behind them the words about replacements
     std::vector<OperationContext> contexts;  // slots
     std::vector<OperationContext> notices;   // kNotices
     Handle<fid_mr> message_registration, context_registration, notice_registration;  // MR_LOCAL
     std::vector<std::unique_ptr<LocalRegion>> regions;                               // by RegionId
     std::vector<MessageSet> sets;                                                    // by endpoint
-    std::vector<Handle<fid_ep>> endpoints;  // one more than asked for, empty, where they can be replaced
+    // Twice as many as asked for where they can be replaced: one half is in use, the other empty, but in between.
+    std::vector<Handle<fid_ep>> endpoints;
 };
 
 class LibfabricProvider final : public Provider {
@@ -123,7 +125,8 @@ class LibfabricProvider final : public Provider {
     void announce_replacement(std::span<const PeerId> peers) override;
     std::vector<PeerId> unmoved_peers() const override;
     void forgo_peer(PeerId peer) override;
-    ControlResult close_endpoint(EndpointId endpoint) override;
+    void greet_peers() override;
+    ControlResult close_endpoints(EndpointId old_first) override;
 
     PostResult post(const PostCommand& command) override;
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
@@ -134,7 +137,7 @@ class LibfabricProvider final : public Provider {
 
   private:
     // libfabric_provider.cpp: opening and the control plane
-    ControlResult open_queue(std::uint32_t place);
+    ControlResult open_queue(std::uint32_t half);
     ControlResult open_messages();
     ControlResult open_message_set(std::uint32_t endpoint);
     ControlResult open_endpoint(std::uint32_t index);
@@ -151,7 +154,7 @@ class LibfabricProvider final : public Provider {
     ssize_t post_signal_message(const PostCommand& command, OperationContext& context);
     ssize_t post_notification(const PostCommand& command, OperationContext& context);
     fi_addr_t address_of(const Peer& peer, std::uint32_t endpoint) const {
-        return peer.addresses[endpoint % peer.addresses.size()];
+        return peer.addresses[lane_of(endpoint) % peer.addresses.size()];
     }
     PostResult posted(ssize_t outcome, const PostCommand& command, OperationContext& context);
 
@@ -191,19 +194,22 @@ class LibfabricProvider final : public Provider {
 
     // libfabric_replace.cpp: endpoints that are replaced, ours and those of peers
     bool replaceable() const;
-    fid_cq* queue_of(std::uint32_t endpoint) const { return objects_->queues[replaceable() ? endpoint : 0].get(); }
-    std::byte* announcement() {
-        return objects_->message_memory.data() + objects_->message_memory.size() - message_bytes_;
-    }
-    ssize_t send_word(std::uint32_t endpoint, Peer& peer, const void* bytes, std::size_t length);
+    std::uint32_t half_of(std::uint32_t endpoint) const { return endpoint / options_.endpoints; }
+    std::uint32_t lane_of(std::uint32_t endpoint) const { return endpoint % options_.endpoints; }
+    fid_cq* queue_of(std::uint32_t endpoint) const { return objects_->queues[half_of(endpoint)].get(); }
+    std::span<std::byte> word_about(std::uint32_t half, MessageKind kind);
+    ControlResult open_half(std::uint32_t first);
+    ControlResult write_words(std::uint32_t first);
+    ssize_t send_word(std::uint32_t endpoint, Peer& peer, std::span<const std::byte> word);
     void tell_unmoved();
-    void peer_moved(const MessageHeader& message, std::span<const std::byte> name);
+    void peer_moved(const MessageHeader& message, std::span<const std::byte> names);
+    void answer_greeting(const Peer& peer);
     void advance_moves();
     bool awaits_answers(const Peer& peer) const;
     void advance_move(Peer& peer);
     void settle_move(Peer& peer);
-    std::vector<const Peer*> busy_on(std::uint32_t endpoint) const;
-    void release_contexts(std::uint32_t endpoint);
+    std::vector<const Peer*> busy_on(std::uint32_t half) const;
+    void release_contexts(std::uint32_t half);
     void release(OperationContext& context);
     void* descriptor(const Handle<fid_mr>& registration) const {
         return registration ? fi_mr_desc(registration.get()) : nullptr;
@@ -248,11 +254,12 @@ class LibfabricProvider final : public Provider {
         std::uint64_t instance = 0;
         bool told = false;
     };
-    bool replacing_ = false;          // both endpoints serve
-    std::uint32_t current_ = 0;       // with one endpoint: over it our own messages go; peers are told its name
-    std::uint32_t replaced_ = 0;      // while replacing
+    bool replacing_ = false;          // both halves serve
+    std::uint32_t current_ = 0;       // first endpoint of the half in use: over it our own messages go
+    std::uint32_t replaced_ = 0;      // while replacing: first endpoint of the other one
     std::uint64_t replacements_ = 0;  // begun, ever
-    std::size_t announcement_bytes_ = 0;
+    std::size_t word_bytes_ = 0;
+    std::vector<std::uint64_t> ungreeted_;  // instances of peers that were added since and may not know where we are
     std::vector<Unmoved> unmoved_;
     std::vector<std::uint64_t> moving_;  // instances of peers whose move is not settled
 

@@ -1,7 +1,8 @@
-// An endpoint replaced by another (SPEC T14), here and as its peers see it. Regions, keys and the address table belong
-// to the domain and stay. Two last words per peer, each behind everything that was sent that way before: `moved` from
-// the old endpoint to the peer, once nothing of ours is on its way from there to it; `moved_answer` from the peer to
-// the old endpoint, once nothing of its own is on its way there. Then the old one is closed for that peer.
+// Endpoints replaced by others (SPEC T14), here and as their peers see it; all of them at once. Regions, keys and the
+// address table belong to the domain and stay. Two last words per peer, each behind everything that was sent that way
+// before: `moved` from the old endpoint to the peer, once nothing of ours is on its way from there to it;
+// `moved_answer` from the peer to the old endpoint, once nothing of its own is on its way there. Then the old one is
+// closed for that peer.
 #include <algorithm>
 
 #include "provider/libfabric_provider.hpp"
@@ -13,48 +14,79 @@ constexpr std::size_t kNameBytesMax = 512;
 
 }  // namespace
 
-// With several endpoints peers spread over them; with MR_ENDPOINT a region ends with the endpoint that it is bound to.
+// With MR_ENDPOINT a region ends with the endpoint that it is bound to.
 bool LibfabricProvider::replaceable() const {
-    return options_.endpoints == 1 && (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0;
+    return (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0;
 }
 
-ControlResult LibfabricProvider::open_replacement(EndpointId old_endpoint, EndpointId& fresh) {
+ControlResult LibfabricProvider::open_replacement(EndpointId old_first, EndpointId& fresh_first) {
     if (!objects_) return {Status::closed, 0, "open_replacement: the provider was closed"};
     if (!replaceable())
         return {Status::refused, 0,
                 "provider \"" + capabilities_.provider +
-                    "\" cannot replace an endpoint: it has several, or binds regions to it (FI_MR_ENDPOINT)"};
-    if (replacing_ || old_endpoint.value != current_)
-        return {Status::refused, 0, "endpoint " + std::to_string(old_endpoint.value) + " is being replaced already"};
-    const std::uint32_t place = 1 - current_;
-    // A queue of its own: over rxm one that outlives an endpoint bound to it is not safe to wait for (libfabric 2.5.1).
-    ControlResult result = open_queue(place);
-    if (result.ok()) result = open_endpoint(place);
-    std::vector<std::byte> name;
-    if (result.ok()) result = name_of(place, name);
-    if (result.ok() && sizeof(MessageHeader) + name.size() > message_bytes_)
-        result = {Status::refused, 0, "messages are too small for the name of an endpoint"};
-    if (result.ok() && objects_->sets[place].receives.empty()) result = open_message_set(place);
+                    "\" binds regions to endpoints (FI_MR_ENDPOINT): they would end with them"};
+    if (replacing_ || old_first.value != current_)
+        return {Status::refused, 0, "endpoint " + std::to_string(old_first.value) + " is being replaced already"};
+    const std::uint32_t first = current_ == 0 ? options_.endpoints : 0;
+    ControlResult result = open_half(first);
+    if (result.ok()) result = write_words(first);
     if (!result.ok()) {
-        objects_->endpoints[place].reset();
-        objects_->queues[place].reset();
+        for (std::uint32_t lane = 0; lane < options_.endpoints; ++lane) objects_->endpoints[first + lane].reset();
+        objects_->queues[half_of(first)].reset();
         if (fi_control(&queue_of(current_)->fid, FI_GETWAIT, &wait_fd_) != 0) wait_fd_ = -1;
         return result;
     }
     idle_receives_.insert(idle_receives_.end(), parked_receives_.begin(), parked_receives_.end());
     parked_receives_.clear();
-    MessageHeader header;
-    header.kind = MessageKind::moved;
-    header.sender = instance_;
-    header.operand = ++replacements_;
-    std::memcpy(announcement(), &header, sizeof(header));
-    std::memcpy(announcement() + sizeof(header), name.data(), name.size());
-    announcement_bytes_ = sizeof(header) + name.size();
     replaced_ = current_;
-    current_ = place;
+    current_ = first;
     replacing_ = true;
     post_receives();
-    fresh = EndpointId{place};
+    fresh_first = EndpointId{first};
+    return {};
+}
+
+ControlResult LibfabricProvider::open_half(std::uint32_t first) {
+    // A queue of its own: over rxm one that outlives an endpoint bound to it is not safe to wait for (libfabric 2.5.1).
+    ControlResult result = open_queue(half_of(first));
+    for (std::uint32_t lane = 0; result.ok() && lane < options_.endpoints; ++lane) {
+        result = open_endpoint(first + lane);
+        if (result.ok() && objects_->sets[first + lane].receives.empty()) result = open_message_set(first + lane);
+    }
+    return result;
+}
+
+// One for each half and kind: what is on its way is never written again.
+std::span<std::byte> LibfabricProvider::word_about(std::uint32_t half, MessageKind kind) {
+    const std::size_t from_end = 2 * half + (kind == MessageKind::greeting ? 2 : 1);
+    std::byte* const end = objects_->message_memory.data() + objects_->message_memory.size();
+    return {end - from_end * message_bytes_, word_bytes_};
+}
+
+ControlResult LibfabricProvider::write_words(std::uint32_t first) {
+    std::vector<std::byte> names;
+    for (std::uint32_t lane = 0; lane < options_.endpoints; ++lane) {
+        std::vector<std::byte> name;
+        if (ControlResult result = name_of(first + lane, name); !result.ok()) return result;
+        const auto length = to_bytes(static_cast<std::uint32_t>(name.size()));
+        names.insert(names.end(), length.begin(), length.end());
+        names.insert(names.end(), name.begin(), name.end());
+    }
+    if (sizeof(MessageHeader) + names.size() > message_bytes_)
+        return {Status::refused, 0,
+                "the names of " + std::to_string(options_.endpoints) + " endpoints take " +
+                    std::to_string(names.size()) + " bytes, and a message holds " +
+                    std::to_string(message_bytes_ - sizeof(MessageHeader))};
+    word_bytes_ = sizeof(MessageHeader) + names.size();
+    MessageHeader header;
+    header.sender = instance_;
+    header.operand = ++replacements_;
+    for (const MessageKind kind : {MessageKind::moved, MessageKind::greeting}) {
+        header.kind = kind;
+        std::byte* const word = word_about(half_of(first), kind).data();
+        std::memcpy(word, &header, sizeof(header));
+        std::memcpy(word + sizeof(header), names.data(), names.size());
+    }
     return {};
 }
 
@@ -78,13 +110,15 @@ void LibfabricProvider::forgo_peer(PeerId peer) {
     std::erase_if(unmoved_, [&](const Unmoved& each) { return each.instance == peers_[peer.value]->instance; });
 }
 
-ssize_t LibfabricProvider::send_word(std::uint32_t endpoint, Peer& peer, const void* bytes, std::size_t length) {
+// `word`: of word_about(); empty: the message of the notice that is next.
+ssize_t LibfabricProvider::send_word(std::uint32_t endpoint, Peer& peer, std::span<const std::byte> word) {
     OperationContext& notice = objects_->notices[free_notices_.back()];
-    const bool own = bytes == nullptr;  // the notice's message
-    const ssize_t outcome = fi_send(objects_->endpoints[endpoint].get(), own ? &notice.message : bytes,
-                                    own ? sizeof(notice.message) : length,
-                                    descriptor(own ? objects_->notice_registration : objects_->message_registration),
-                                    address_of(peer, endpoint), &notice.fi);
+    const bool own = word.empty();
+    const ssize_t outcome =
+        fi_send(objects_->endpoints[endpoint].get(), own ? static_cast<const void*>(&notice.message) : word.data(),
+                own ? sizeof(notice.message) : word.size(),
+                descriptor(own ? objects_->notice_registration : objects_->message_registration),
+                address_of(peer, endpoint), &notice.fi);
     if (outcome != 0) return outcome;
     free_notices_.pop_back();
     notice.peer = &peer;
@@ -95,14 +129,13 @@ ssize_t LibfabricProvider::send_word(std::uint32_t endpoint, Peer& peer, const v
     return 0;
 }
 
-std::vector<const Peer*> LibfabricProvider::busy_on(std::uint32_t endpoint) const {
+std::vector<const Peer*> LibfabricProvider::busy_on(std::uint32_t half) const {
     using State = OperationContext::State;
     std::vector<const Peer*> busy;
     const auto look = [&](const std::vector<OperationContext>& contexts) {
         for (const OperationContext& context : contexts) {
-            if (context.state == State::idle || context.state == State::unanswered || context.endpoint != endpoint)
-                continue;
-            busy.push_back(context.peer);
+            const bool held = context.state != State::idle && context.state != State::unanswered;
+            if (held && half_of(context.endpoint) == half) busy.push_back(context.peer);
         }
     };
     look(objects_->contexts);
@@ -114,53 +147,67 @@ std::vector<const Peer*> LibfabricProvider::busy_on(std::uint32_t endpoint) cons
 void LibfabricProvider::tell_unmoved() {
     std::erase_if(unmoved_, [&](const Unmoved& each) { return !by_instance_.contains(each.instance); });
     if (std::all_of(unmoved_.begin(), unmoved_.end(), [](const Unmoved& each) { return each.told; })) return;
-    const std::vector<const Peer*> busy = busy_on(replaced_);
+    const std::vector<const Peer*> busy = busy_on(half_of(replaced_));
     for (Unmoved& unmoved : unmoved_) {
         Peer& peer = *peers_[by_instance_.at(unmoved.instance).value];
-        // A peer that moves itself is told at its new endpoint: the old one may be gone before it has read this.
+        // A peer that moves itself is told at its new endpoints: the old ones may be gone before they have read this.
         if (unmoved.told || free_notices_.empty() || peer.move != Peer::Move::settled) continue;
         if (std::find(busy.begin(), busy.end(), &peer) != busy.end()) continue;
-        unmoved.told = send_word(replaced_, peer, announcement(), announcement_bytes_) == 0;
+        unmoved.told = send_word(replaced_, peer, word_about(half_of(current_), MessageKind::moved)) == 0;
     }
 }
 
-ControlResult LibfabricProvider::close_endpoint(EndpointId endpoint) {
-    if (!objects_) return {Status::closed, 0, "close_endpoint: the provider was closed"};
-    if (!replacing_ || endpoint.value != replaced_)
-        return {Status::invalid, 0, "endpoint " + std::to_string(endpoint.value) + " is not being replaced"};
+void LibfabricProvider::greet_peers() {
+    if (!objects_ || replacements_ == 0) return;
+    std::erase_if(ungreeted_, [&](std::uint64_t instance) { return !by_instance_.contains(instance); });
+    for (const std::uint64_t instance : ungreeted_) {
+        Peer& peer = *peers_[by_instance_.at(instance).value];
+        if (free_notices_.empty() || peer.move != Peer::Move::settled) continue;
+        static_cast<void>(send_word(current_, peer, word_about(half_of(current_), MessageKind::greeting)));
+    }
+}
+
+ControlResult LibfabricProvider::close_endpoints(EndpointId old_first) {
+    if (!objects_) return {Status::closed, 0, "close_endpoints: the provider was closed"};
+    if (!replacing_ || old_first.value != replaced_)
+        return {Status::invalid, 0, "endpoint " + std::to_string(old_first.value) + " is not being replaced"};
     if (!unmoved_peers().empty()) return {Status::would_block, 0, "peers still use it"};
-    const int code = fi_close(&objects_->endpoints[replaced_]->fid);
-    if (code != 0) return failure(*library_, "fi_close(endpoint)", code);
-    objects_->endpoints[replaced_].abandon();  // closed by hand, for the sake of its code
+    for (std::uint32_t lane = 0; lane < options_.endpoints; ++lane) {
+        Handle<fid_ep>& endpoint = objects_->endpoints[replaced_ + lane];
+        if (!endpoint) continue;
+        const int code = fi_close(&endpoint->fid);
+        if (code != 0) return failure(*library_, "fi_close(endpoint)", code);
+        endpoint.abandon();  // closed by hand, for the sake of its code
+    }
     // With what it still holds: completions of work that nobody waits for, under contexts that are free from here on.
-    objects_->queues[replaced_].reset();
+    objects_->queues[half_of(replaced_)].reset();
     unmoved_.clear();
-    release_contexts(replaced_);
+    release_contexts(half_of(replaced_));
     replacing_ = false;
     return {};
 }
 
-void LibfabricProvider::release_contexts(std::uint32_t endpoint) {
+void LibfabricProvider::release_contexts(std::uint32_t half) {
     using State = OperationContext::State;
     for (OperationContext& context : objects_->contexts) {
-        if (context.endpoint == endpoint) release(context);
+        if (half_of(context.endpoint) == half) release(context);
     }
     for (OperationContext& context : objects_->notices) {
-        if (context.endpoint != endpoint || context.state == State::idle) continue;
+        if (half_of(context.endpoint) != half || context.state == State::idle) continue;
         release(context);
         free_notices_.push_back(context.index);
     }
     for (MessageSet& set : objects_->sets) {
         for (OperationContext& answer : set.answers) {
-            if (answer.endpoint != endpoint || answer.state == State::idle) continue;
+            if (half_of(answer.endpoint) != half || answer.state == State::idle) continue;
             release(answer);
             idle_receives_.push_back(&receive_of(answer));
         }
-    }
-    for (OperationContext& receive : objects_->sets[endpoint].receives) {
-        if (receive.state != State::posted) continue;
-        receive.state = State::idle;
-        parked_receives_.push_back(&receive);
+        for (OperationContext& receive : set.receives) {
+            if (half_of(receive.endpoint) != half || receive.state != State::posted) continue;
+            receive.state = State::idle;
+            parked_receives_.push_back(&receive);
+        }
     }
 }
 
@@ -184,18 +231,58 @@ void LibfabricProvider::release(OperationContext& context) {
 
 // ---- a peer's replacement
 
-void LibfabricProvider::peer_moved(const MessageHeader& message, std::span<const std::byte> name) {
+namespace {
+
+// Names, each behind its u32 length; nothing where they are malformed.
+std::vector<std::span<const std::byte>> split_names(std::span<const std::byte> bytes) {
+    std::vector<std::span<const std::byte>> names;
+    while (!bytes.empty()) {
+        std::uint32_t length = 0;
+        if (bytes.size() < sizeof(length)) return {};
+        std::memcpy(&length, bytes.data(), sizeof(length));
+        bytes = bytes.subspan(sizeof(length));
+        if (length == 0 || length > kNameBytesMax || bytes.size() < length) return {};
+        names.push_back(bytes.first(length));
+        bytes = bytes.subspan(length);
+    }
+    return names;
+}
+
+}  // namespace
+
+void LibfabricProvider::peer_moved(const MessageHeader& message, std::span<const std::byte> bytes) {
     Peer& peer = *peers_[by_instance_.at(message.sender).value];
-    fi_addr_t found = FI_ADDR_UNSPEC;
-    if (peer.move != Peer::Move::settled || peer.addresses.size() != 1 || name.empty() || name.size() > kNameBytesMax ||
-        fi_av_insert(objects_->addresses.get(), name.data(), 1, &found, 0, nullptr) != 1) {
+    const bool greeting = message.kind == MessageKind::greeting;
+    if (peer.move != Peer::Move::settled) {
+        if (!greeting) ++counters_.dropped_messages;  // a greeting is said again
+        return;
+    }
+    if (greeting && message.operand <= peer.move_number) return answer_greeting(peer);
+    const auto names = split_names(bytes);
+    std::vector<fi_addr_t> found;
+    for (const std::span<const std::byte> name : names) {
+        fi_addr_t address = FI_ADDR_UNSPEC;
+        if (fi_av_insert(objects_->addresses.get(), name.data(), 1, &address, 0, nullptr) != 1) break;
+        found.push_back(address);
+    }
+    if (names.size() != peer.addresses.size() || found.size() != names.size()) {
+        if (!found.empty()) fi_av_remove(objects_->addresses.get(), found.data(), found.size(), 0);
         ++counters_.dropped_messages;
         return;
     }
-    peer.next = found;
+    peer.next = std::move(found);
+    peer.greeted = greeting;
     peer.move_number = message.operand;
     peer.move = Peer::Move::draining;
     moving_.push_back(peer.instance);
+}
+
+void LibfabricProvider::answer_greeting(const Peer& peer) {
+    MessageHeader answer;
+    answer.kind = MessageKind::moved_answer;
+    answer.sender = peer.instance;
+    answer.operand = peer.move_number;
+    unsent_notices_.push_back(answer);
 }
 
 void LibfabricProvider::advance_moves() {
@@ -218,13 +305,17 @@ bool LibfabricProvider::awaits_answers(const Peer& peer) const {
 void LibfabricProvider::advance_move(Peer& peer) {
     if (peer.in_flight != 0) return;
     if (peer.move == Peer::Move::answering) return settle_move(peer);
+    if (peer.greeted) {
+        settle_move(peer);
+        return answer_greeting(peer);
+    }
     if (free_notices_.empty() || awaits_answers(peer)) return;
     MessageHeader& answer = objects_->notices[free_notices_.back()].message;
     answer = {};
     answer.kind = MessageKind::moved_answer;
     answer.sender = instance_;
     answer.operand = peer.move_number;
-    const ssize_t outcome = send_word(current_, peer, nullptr, 0);
+    const ssize_t outcome = send_word(current_, peer, {});
     if (outcome == 0) {
         peer.move = Peer::Move::answering;
     } else if (outcome != -FI_EAGAIN) {
@@ -233,9 +324,10 @@ void LibfabricProvider::advance_move(Peer& peer) {
 }
 
 void LibfabricProvider::settle_move(Peer& peer) {
-    if (peer.before != FI_ADDR_UNSPEC) fi_av_remove(objects_->addresses.get(), &peer.before, 1, 0);
-    peer.before = std::exchange(peer.addresses[0], std::exchange(peer.next, FI_ADDR_UNSPEC));
+    if (!peer.before.empty()) fi_av_remove(objects_->addresses.get(), peer.before.data(), peer.before.size(), 0);
+    peer.before = std::exchange(peer.addresses, std::exchange(peer.next, {}));
     peer.move = Peer::Move::settled;
+    peer.greeted = false;
 }
 
 }  // namespace expertwire::fabric

@@ -74,22 +74,26 @@ class Provider {
     virtual int wait_fd() const = 0;
     virtual bool may_sleep() = 0;
 
-    // Replacing an endpoint (SPEC T14): the only way to be sure that what was posted over it touches no memory any
-    // more. In this order: open_replacement, announce_replacement, then polls until unmoved_peers() is empty and the
-    // engine has drained the old one, then close_endpoint. Regions, keys and peers stay as they are.
+    // Replacing the endpoints, all at once (SPEC T14): the only way to be sure that what was posted over it touches no
+    // memory any more. In this order: open_replacement, announce_replacement, then polls until unmoved_peers() is empty
+    // and the engine has drained the old ones, then close_endpoints. Regions, keys and peers stay as they are. `old`
+    // and `fresh` are the first of as many as were asked for; the others follow in order.
     virtual bool replaces_endpoints() const { return false; }  // this provider, with these options
-    virtual ControlResult open_replacement(EndpointId, EndpointId&) {
+    virtual ControlResult open_replacement(EndpointId /*old*/, EndpointId& /*fresh*/) {
         return {Status::refused, 0, "this provider cannot replace an endpoint"};
     }
-    // Tells them, behind everything that was sent to each of them over the old endpoint, where we are reached now.
+    // Tells them, behind everything that was sent to each of them over the old endpoints, where we are reached now.
     virtual void announce_replacement(std::span<const PeerId>) {}
+    // Peers that were added since may know us by an older address: tells them, until they have answered. To be called
+    // now and then.
+    virtual void greet_peers() {}
     // Who may still have something on its way to the old endpoint.
     virtual std::vector<PeerId> unmoved_peers() const { return {}; }
     // It is not waited for any more: what it still sends to the old endpoint will fail there.
     virtual void forgo_peer(PeerId) {}
     // `would_block`: poll and call again. `ok`: nothing posted over it touches memory any more, and no completion of it
     // will be reported.
-    virtual ControlResult close_endpoint(EndpointId) {
+    virtual ControlResult close_endpoints(EndpointId /*old*/) {
         return {Status::refused, 0, "this provider cannot replace an endpoint"};
     }
 

@@ -125,11 +125,10 @@ void SimulatedProvider::close() {
     completions_.clear();
 }
 
-ControlResult SimulatedProvider::close_endpoint(EndpointId endpoint) {
+void SimulatedProvider::close_endpoint(EndpointId endpoint) {
     closed_endpoints_.push_back(endpoint);
     network_.drop_flights(
         [&](const SimulatedNetwork::Flight& f) { return f.source == rank_ && f.command.endpoint == endpoint; });
-    return {};
 }
 
 std::byte* SimulatedProvider::memory(RegionId id, std::uint64_t offset) const {

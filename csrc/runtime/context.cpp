@@ -41,6 +41,9 @@ void check_options(const ContextOptions& options) {
         fail("rank is " + std::to_string(options.rank) + "; it must be below size, " + std::to_string(options.size));
     within("max_outstanding", options.outstanding_max, 1, 65'536);
     within("lanes", options.lanes, 1, 64);
+    within("endpoints", options.endpoints, 1, options.lanes);
+    within("bulk_chunk_bytes", options.bulk_chunk_bytes, 4096, std::uint64_t{1} << 30);
+    within("bulk_window", options.bulk_window, 1, 65'536);
     within("requests_max", options.requests_max, 16, 1u << 20);
     within("counters", options.counters, 0, 1u << 24);
     if (options.hard_timeout_ns < options.timeout_ns)
@@ -54,6 +57,7 @@ std::unique_ptr<Provider> open_provider(const ContextOptions& options, ContextSt
     if (options.provider == "local") {
         LocalOptions local;
         local.slots = 2 * options.outstanding_max;
+        local.endpoints = options.endpoints;
         local.regions_max = regions_max;
         local.transmit_queue = std::max(options.outstanding_max, 1u);
         // A peer that maps us not only by the provider but as a node peer is rung at once, without its thread's help.
@@ -70,6 +74,7 @@ std::unique_ptr<Provider> open_provider(const ContextOptions& options, ContextSt
         fabric.domain = options.domain;
         fabric.slots = 2 * options.outstanding_max;
         fabric.signal_path = options.signal_path;
+        fabric.endpoints = options.endpoints;
         fabric.settings = options.settings;
         provider = open_libfabric(fabric, result);
     }
@@ -216,10 +221,13 @@ void Context::close(TimeNs until_ns) {
     const TokenGuard guard(*this, now_ns() + state.options.timeout_ns);
     state.provider->close();
     const TimeNs now = now_ns();
-    state.engine->on_endpoint_error(state.endpoint, Status::closed, 0, now);
-    state.engine->on_endpoint_closed(state.endpoint, now);
-    if (state.replacement.phase != Replacement::Phase::none)
-        state.engine->on_endpoint_closed(state.replacement.old_endpoint, now);
+    for (std::uint32_t lane = 0; lane < state.options.endpoints; ++lane) {
+        const EndpointId endpoint{state.endpoint.value + lane};
+        state.engine->on_endpoint_error(endpoint, Status::closed, 0, now);
+        state.engine->on_endpoint_closed(endpoint, now);
+        if (state.replacement.phase != Replacement::Phase::none)
+            state.engine->on_endpoint_closed(EndpointId{state.replacement.old_endpoint.value + lane}, now);
+    }
     state.life.store(Life::closed, std::memory_order_release);
     state.wake_all();
 }

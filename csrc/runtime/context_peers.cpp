@@ -168,7 +168,8 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
             check_control(state.provider->add_peer(PeerId{rank}, blob.address), rank, "the address");
             peer.lanes.clear();
             for (std::uint32_t lane = 0; lane <= state.options.lanes; ++lane) {
-                const QueuePairId id = state.engine->open_queue_pair(PeerId{rank}, state.endpoint);
+                const QueuePairId id = state.engine->open_queue_pair(
+                    PeerId{rank}, state.endpoint_of(lane), state.is_bulk(lane) ? state.options.bulk_window : 0);
                 if (!id.valid())
                     throw Failure(FailureKind::capacity, "lane " + std::to_string(lane) + " to " + rank_text(rank) +
                                                              " could not be opened: its requests have not all ended; "

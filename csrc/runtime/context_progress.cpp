@@ -129,13 +129,25 @@ Engine::Submitted ContextState::submit_user(std::uint32_t rank, std::span<const 
     return submitted;
 }
 
+bool ContextState::is_bulk(std::uint32_t rank, QueuePairId queue_pair) const {
+    const std::vector<QueuePairId>& lanes = peers[rank].lanes;
+    for (std::uint32_t lane = 1; options.endpoints > 1 && lane < lanes.size(); ++lane)
+        if (lanes[lane] == queue_pair) return is_bulk(lane);
+    return false;
+}
+
 Engine::Submitted ContextState::submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
                                        std::span<const ControlSpec> controls, Level level, TimeNs now) {
-    const std::uint64_t limit = std::max<std::uint64_t>(capabilities.message_bytes_max, 1);
+    const std::uint64_t most = std::max<std::uint64_t>(capabilities.message_bytes_max, 1);
+    const auto limit_of = [&](const ChunkSpec& chunk) {
+        return is_bulk(rank, chunk.queue_pair) ? std::min(most, options.bulk_chunk_bytes) : most;
+    };
     std::vector<ChunkSpec> pieces;
-    if (std::any_of(chunks.begin(), chunks.end(), [&](const ChunkSpec& chunk) { return chunk.bytes > limit; })) {
+    if (std::any_of(chunks.begin(), chunks.end(),
+                    [&](const ChunkSpec& chunk) { return chunk.bytes > limit_of(chunk); })) {
         for (ChunkSpec chunk : chunks) {
             std::uint64_t left = chunk.bytes;
+            const std::uint64_t limit = limit_of(chunk);
             while (left > 0) {
                 chunk.bytes = std::min(left, limit);
                 pieces.push_back(chunk);
@@ -227,6 +239,7 @@ bool ContextState::news_told() const {
 // Words of my own pulse reach a peer that does not share memory with me as adds of the difference (SPEC T22: one
 // writer).
 void ContextState::send_pulses(TimeNs now) {
+    provider->greet_peers();
     const Liveness::Own own = liveness->own();
     pulses_due = false;
     for (std::uint32_t rank = 0; rank < options.size; ++rank) {

@@ -50,7 +50,8 @@ void ContextState::begin_replacement(TimeNs now) {
         told.push_back(PeerId{rank});
         replacement.told[rank] = true;
     }
-    engine->replace_endpoint(endpoint, fresh);
+    for (std::uint32_t lane = 0; lane < options.endpoints; ++lane)
+        engine->replace_endpoint(EndpointId{endpoint.value + lane}, EndpointId{fresh.value + lane});
     replacement.phase = Replacement::Phase::moving;
     replacement.old_endpoint = endpoint;
     replacement.since_ns = now;
@@ -75,6 +76,12 @@ void ContextState::look_after_unmoved(TimeNs now) {
     }
 }
 
+bool ContextState::old_drained() const {
+    for (std::uint32_t lane = 0; lane < options.endpoints; ++lane)
+        if (!engine->drained(EndpointId{replacement.old_endpoint.value + lane})) return false;
+    return true;
+}
+
 bool ContextState::advance_replacement(TimeNs now) {
     if (now < replacement.next_try_ns && !replacement.wanted) return false;
     if (replacement.phase == Replacement::Phase::none) {
@@ -83,15 +90,16 @@ bool ContextState::advance_replacement(TimeNs now) {
     }
     replacement.wanted = false;
     look_after_unmoved(now);
-    if (!provider->unmoved_peers().empty() || !engine->drained(replacement.old_endpoint)) return false;
-    const ControlResult result = provider->close_endpoint(replacement.old_endpoint);
+    if (!provider->unmoved_peers().empty() || !old_drained()) return false;
+    const ControlResult result = provider->close_endpoints(replacement.old_endpoint);
     if (result.status == Status::would_block) return false;
     if (!result.ok()) {
         fail_replacement(result.message, now);
         return false;
     }
     replacement.phase = Replacement::Phase::none;
-    engine->on_endpoint_closed(replacement.old_endpoint, now);
+    for (std::uint32_t lane = 0; lane < options.endpoints; ++lane)
+        engine->on_endpoint_closed(EndpointId{replacement.old_endpoint.value + lane}, now);
     ++counters.endpoints_replaced;
     ++replacement.closed;
     return true;

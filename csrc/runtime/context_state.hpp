@@ -75,8 +75,8 @@ enum class Life : std::uint8_t { open = 0, closing, closed };
 struct Replacement {
     enum class Phase : std::uint8_t { none = 0, moving };
     Phase phase = Phase::none;
-    bool wanted = false;  // a peer is being removed that may still write here, or whose work does not end
-    EndpointId old_endpoint;
+    bool wanted = false;       // a peer is being removed that may still write here, or whose work does not end
+    EndpointId old_endpoint;   // the first of those that are replaced
     std::vector<bool> told;    // by rank: it goes on with the new one
     std::uint64_t closed = 0;  // old endpoints, ever
     TimeNs since_ns = 0;
@@ -129,7 +129,7 @@ struct ContextState {
     std::vector<Ticket> abandoned;            // given up while in flight
     std::vector<Arrival> arrivals_scratch;
     PumpTables pump_tables;
-    EndpointId endpoint{0};  // that of every lane
+    EndpointId endpoint{0};  // the first of those in use
     Replacement replacement;
     Ticket sync_request;  // SPEC T3: the one request that may be in flight
     RuntimeCounters counters;
@@ -188,9 +188,18 @@ struct ContextState {
     void begin_replacement(TimeNs now);
     void fail_replacement(const std::string& why, TimeNs now);
     void look_after_unmoved(TimeNs now);
+    bool old_drained() const;
     bool live(std::uint32_t rank) const;
     bool lost(std::uint32_t rank, TimeNs now) const;
     bool quarantined(std::uint32_t rank) const;
+
+    // The queue pairs of a peer go round the endpoints; the last one, ours, is on the first.
+    EndpointId endpoint_of(std::uint32_t lane) const {
+        return {endpoint.value + (lane == options.lanes ? 0 : lane % options.endpoints)};
+    }
+
+    bool is_bulk(std::uint32_t lane) const { return lane < options.lanes && lane % options.endpoints != 0; }
+    bool is_bulk(std::uint32_t rank, QueuePairId queue_pair) const;
 
     // ---- any thread
     void note_peer_error(std::uint32_t rank, Status status, std::int32_t code, const char* doing, TimeNs now);

@@ -107,8 +107,11 @@ class Rank:
 class Group:
     """Connected ranks."""
 
-    def __init__(self, members: list[Rank], given: tuple[Settings, bool, dict[str, Any]]) -> None:
+    def __init__(
+        self, members: list[Rank], blobs: list[tuple[int, dict[str, int], bytes]], given: tuple[Settings, bool, dict[str, Any]]
+    ) -> None:
         self.members = members
+        self.blobs = blobs  # (process, descriptors, blob) by rank, as they began
         self.given = given
 
     def __getitem__(self, rank: int) -> Rank:
@@ -120,8 +123,11 @@ class Group:
             member.ask(body, *arguments)
         return [member.answer() for member in self.members]
 
-    def restart(self, rank: int) -> None:
-        """The process of this rank is ended, however it is; a new one under its name is connected to the others, who removed it before."""
+    def restart(self, rank: int, *, stale: bool = False) -> None:
+        """The process of this rank is ended, however it is; a new one under its name is connected to the others, who removed it before.
+
+        `stale`: it is given the others' first blobs.
+        """
         old = self.members[rank]
         old.process.kill()
         old.process.join(10)
@@ -130,7 +136,7 @@ class Group:
         self.members[rank] = fresh
         blob = fresh.connection.recv()
         others = [member for member in self.members if member is not fresh]
-        blobs = {member.rank: (member.pid, member.descriptors, member.call(blob_of)) for member in others}
+        blobs = {each.rank: self.blobs[each.rank] if stale else (each.pid, each.descriptors, each.call(blob_of)) for each in others}
         fresh.connection.send([blobs.get(each, (0, {}, b"")) for each in range(len(self.members))])
         assert fresh.connection.recv() == "mapped"
         for member in others:
@@ -183,7 +189,7 @@ def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: An
             if word is not None:
                 for member in members:
                     assert member.connection.recv() == "mapped"
-        yield Group(members, (settings, share, arguments))
+        yield Group(members, blobs, (settings, share, arguments))
     finally:
         for member in members:
             if member.process.is_alive():

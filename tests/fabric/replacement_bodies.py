@@ -39,8 +39,17 @@ def exchange(endpoint: Endpoint, partner: int, first: int, done: Callable[[int],
         number += 1
         words[:] = endpoint.rank * 1_000_000 + number
         requests = [
-            endpoint.write(partner, region, "data", PART_BYTES, offset=at, remote_offset=INBOX + at, signal=Signal(1, 8 * ARRIVED))
-            for at in range(0, INBOX, PART_BYTES)
+            endpoint.write(
+                partner,
+                region,
+                "data",
+                PART_BYTES,
+                offset=part * PART_BYTES,
+                remote_offset=INBOX + part * PART_BYTES,
+                lane=part % endpoint.lanes,
+                signal=Signal(1, 8 * ARRIVED),
+            )
+            for part in range(PARTS)
         ]
         arrived = number * PARTS
         wait_until(endpoint, lambda arrived=arrived: counter(endpoint, ARRIVED) >= arrived, f"round {number}")
@@ -59,8 +68,9 @@ def exchange_rounds(endpoint: Endpoint, partner: int, first: int, last: int) -> 
 
 
 def connect(endpoint: Endpoint, peer: int) -> None:
-    """What is written to it from now on leaves at once."""
-    endpoint.write(peer, data(endpoint), "data", 8).wait(20_000)
+    """What is written to it from now on leaves at once: each endpoint has a connection of its own to it."""
+    for lane in range(endpoint.lanes):
+        endpoint.write(peer, data(endpoint), "data", 8, lane=lane).wait(20_000)
 
 
 def post_stuck(endpoint: Endpoint, stopped: int, count: int, lanes: int = 1) -> None:

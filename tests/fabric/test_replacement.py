@@ -44,15 +44,17 @@ def both(group: Group, body: object, *arguments: object) -> list[object]:
     return [group[rank].answer() for rank in (0, 1)]
 
 
-def test_a_stopped_peer_is_removed_while_the_others_go_on() -> None:
+@pytest.mark.parametrize(("lanes", "endpoints"), [(1, 1), (4, 2)], ids=["one", "lanes"])
+def test_a_stopped_peer_is_removed_while_the_others_go_on(lanes: int, endpoints: int) -> None:
     """Twice, so that the endpoint's two places are both used; both survivors replace theirs at the same time."""
-    with ranks(4, SETTINGS) as group:
+    # The window takes all that gets stuck: what was never posted would end before the others.
+    with ranks(4, SETTINGS, lanes=lanes, endpoints=endpoints, bulk_chunk_bytes=bodies.STUCK_BYTES // 2) as group:
         both(group, bodies.exchange_rounds, 0, 5)
         last = 5
         for number, victim in enumerate((2, 3), start=1):
             group[0].call(bodies.connect, victim)
             with stopped(group, victim):
-                group[0].call(bodies.post_stuck, victim, 8)
+                group[0].call(bodies.post_stuck, victim, 8, lanes)
                 both(group, bodies.exchange_rounds, last, last + 5)
                 group[0].call(bodies.await_quarantine, 8)
                 if victim == 2:
@@ -187,3 +189,21 @@ def test_local_needs_no_replacement() -> None:
             group[0].call(bodies.remove, 1)
             counts = group[0].call(bodies.counts)
             assert counts["endpoints_replaced"] == counts["replacements_failed"] == 0
+
+
+def test_a_blob_from_before_a_replacement_still_leads_to_us() -> None:
+    """Who is added after a replacement is told where we are, until it has answered."""
+    with ranks(3, SETTINGS, heartbeat_ms=200) as group:
+        both(group, bodies.exchange_rounds, 0, 5)
+        os.kill(group[2].pid, signal.SIGKILL)
+        for rank in (0, 1):
+            assert group[rank].call(common.await_fault, 10_000)[0] == 2
+            group[rank].ask(bodies.remove, 2)
+        for rank in (0, 1):
+            group[rank].answer()
+        group.restart(2, stale=True)
+        for rank in (0, 1):
+            group[2].call(bodies.connect, rank)
+            group[rank].call(bodies.connect, 2)
+        both(group, bodies.exchange_rounds, 5, 25)
+        assert group.all(bodies.fault_of) == [None] * 3

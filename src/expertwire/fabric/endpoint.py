@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from expertwire.errors import InvalidTypeError
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import choose_binding, choose_provider, library_candidates
+from expertwire.fabric.lanes import BULK_CHUNK_BYTES, BULK_WINDOW, lane_for
 from expertwire.fabric.native import Context
 from expertwire.fabric.region import Region
 from expertwire.fabric.request import Chunk, Request, Scope, Signal, Watcher
@@ -35,13 +36,22 @@ class Endpoint:
         *,
         counters: int = 0,
         lanes: int = 1,
+        endpoints: int = 1,
+        bulk_chunk_bytes: int = BULK_CHUNK_BYTES,
+        bulk_window: int = BULK_WINDOW,
         hosts: int = 1,
         heartbeat_ms: int = 1000,
         silence_ms: int = 5000,
         requests_max: int = 4096,
     ) -> None:
         """`counters`: 64-bit words that peers' signals add to. `lanes`: ordered queue pairs per peer. `hosts`: how many hosts the ranks
-        are on (chooses the interface). A peer on another host that has not been heard for `silence_ms` is dead.
+        are on (chooses the interface).
+
+        `endpoints`: of the provider, each with connections of its own; lane i is on endpoint i % endpoints. Lanes off the first one are for
+        bulk: what goes over them is cut into chunks of `bulk_chunk_bytes`, of which `bulk_window` are in flight at a time on each lane, so
+        that a small write on lane 0 does not stand behind megabytes. `write()` and `read()` choose the lane by size.
+
+        A peer on another host that has not been heard for `silence_ms` is dead.
 
         Raises `InvalidArgumentError`, `UnavailableError` (no such provider here), `CapacityError` (no memory).
         """
@@ -54,6 +64,9 @@ class Endpoint:
             "provider": provider,
             "max_outstanding": self.settings.max_outstanding,
             "lanes": lanes,
+            "endpoints": endpoints,
+            "bulk_chunk_bytes": bulk_chunk_bytes,
+            "bulk_window": bulk_window,
             "requests_max": requests_max,
             "counters": counters,
             "timeout_ms": self.settings.timeout_ms,
@@ -71,6 +84,8 @@ class Endpoint:
         # In this order: where an endpoint is dropped unclosed, the core ends before the memory that it may still read.
         self.native = Context(rank, size, options)
         self._kept: dict[int, object] = {}
+        self.lanes = lanes
+        self._endpoints, self._bulk_turn = endpoints, 0
         self.rank = rank
         self.size = size
         self.provider = str(self.native.capabilities["provider"])
@@ -149,7 +164,7 @@ class Endpoint:
         *,
         offset: int = 0,
         remote_offset: int = 0,
-        lane: int = 0,
+        lane: int | None = None,
         signal: Signal | None = None,
         notification: bytes | None = None,
         timeout_ms: int | None = None,
@@ -158,7 +173,7 @@ class Endpoint:
 
         Returns at once, or waits up to `timeout_ms` where the tables are full (then `DeadlineError`, and nothing was taken).
         """
-        chunk = Chunk(region, remote, region.bytes - offset if nbytes is None else nbytes, offset, remote_offset, lane)
+        chunk = self._chunk(region, remote, nbytes, offset, remote_offset, lane)
         return self.submit("write", peer, [chunk], [signal] if signal else [], notification, timeout_ms=timeout_ms)
 
     def read(
@@ -170,13 +185,13 @@ class Endpoint:
         *,
         offset: int = 0,
         remote_offset: int = 0,
-        lane: int = 0,
+        lane: int | None = None,
         signal: Signal | None = None,
         notification: bytes | None = None,
         timeout_ms: int | None = None,
     ) -> Request:
         """Read bytes of the peer's region `remote` into `region`; done when they are here. Otherwise as `write()`."""
-        chunk = Chunk(region, remote, region.bytes - offset if nbytes is None else nbytes, offset, remote_offset, lane)
+        chunk = self._chunk(region, remote, nbytes, offset, remote_offset, lane)
         return self.submit("read", peer, [chunk], [signal] if signal else [], notification, timeout_ms=timeout_ms)
 
     def signal(self, peer: int, value: int, offset: int = 0, *, remote: str = "counters", scope: Scope = Scope.REQUEST) -> Request:
@@ -275,6 +290,13 @@ class Endpoint:
         if found is None:
             found = self._watchers[loop] = Watcher(self, loop)
         return found
+
+    def _chunk(self, region: Region, remote: str, nbytes: int | None, offset: int, remote_offset: int, lane: int | None) -> Chunk:
+        size = region.bytes - offset if nbytes is None else nbytes
+        if lane is None:
+            lane = lane_for(size, self.lanes, self._endpoints, self._bulk_turn)
+            self._bulk_turn += lane > 0
+        return Chunk(region, remote, size, offset, remote_offset, lane)
 
     def _remote(self, peer: int, name: str) -> int:
         found = self._remotes.get((peer, name))
