@@ -99,10 +99,10 @@ void take_word(const nb::dict& options, const char* key, T& field,
 
 runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, const nb::dict& options) {
     static constexpr const char* known[] = {
-        "provider",    "libraries",        "source_address",  "domain",     "signal_path",  "delivery_complete",
-        "trust_order", "rendezvous",       "max_outstanding", "lanes",      "requests_max", "counters",
-        "timeout_ms",  "hard_timeout_ms",  "heartbeat_ms",    "silence_ms", "sync_writes",  "liveness",
-        "endpoints",   "bulk_chunk_bytes", "bulk_window"};
+        "provider",    "libraries",        "source_address",  "domain",      "signal_path",  "delivery_complete",
+        "trust_order", "rendezvous",       "max_outstanding", "lanes",       "requests_max", "counters",
+        "timeout_ms",  "hard_timeout_ms",  "heartbeat_ms",    "silence_ms",  "sync_writes",  "liveness",
+        "endpoints",   "bulk_chunk_bytes", "bulk_window",     "bulk_hold_us"};
     for (auto [key, value] : options) {
         const std::string name = text(key);
         if (std::none_of(std::begin(known), std::end(known), [&](const char* word) { return name == word; }))
@@ -128,6 +128,8 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
     take_option(options, "endpoints", result.endpoints);
     take_option(options, "bulk_chunk_bytes", result.bulk_chunk_bytes);
     take_option(options, "bulk_window", result.bulk_window);
+    if (options.contains("bulk_hold_us"))
+        result.bulk_hold_ns = 1000 * static_cast<TimeNs>(nb::cast<std::uint32_t>(options["bulk_hold_us"]));
     take_option(options, "requests_max", result.requests_max);
     take_option(options, "counters", result.counters);
     take_ms(options, "timeout_ms", result.timeout_ns);

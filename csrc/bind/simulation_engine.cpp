@@ -175,8 +175,10 @@ nb::dict run_engine_nth(std::uint64_t seed, const std::string& how, std::uint32_
 class EngineProbe {
   public:
     EngineProbe(std::uint32_t outstanding_max, std::uint32_t peers, std::uint32_t lanes, bool ordered,
-                std::uint64_t hard_timeout_ns, std::uint32_t queued_max, std::uint32_t bulk_window)
-        : engine_(limits(outstanding_max, peers, lanes, hard_timeout_ns, queued_max), policy(ordered)), lanes_(lanes) {
+                std::uint64_t hard_timeout_ns, std::uint32_t queued_max, std::uint32_t bulk_window,
+                std::uint64_t bulk_hold_ns)
+        : engine_(limits(outstanding_max, peers, lanes, hard_timeout_ns, queued_max, bulk_hold_ns), policy(ordered)),
+          lanes_(lanes) {
         for (std::uint32_t peer = 0; peer < peers; ++peer) {
             for (std::uint32_t lane = 0; lane < lanes; ++lane) {
                 engine_.open_queue_pair(PeerId{peer}, EndpointId{0}, lane > 0 ? bulk_window : 0);
@@ -315,7 +317,7 @@ class EngineProbe {
 
   private:
     static EngineLimits limits(std::uint32_t outstanding_max, std::uint32_t peers, std::uint32_t lanes,
-                               std::uint64_t hard_timeout_ns, std::uint32_t queued_max) {
+                               std::uint64_t hard_timeout_ns, std::uint32_t queued_max, std::uint64_t bulk_hold_ns) {
         EngineLimits limits;
         limits.peers_max = peers;
         limits.queue_pairs_max = peers * lanes;
@@ -326,6 +328,7 @@ class EngineProbe {
         limits.held_max = 64;
         limits.regions_max = 4;
         limits.hard_timeout_ns = hard_timeout_ns;
+        limits.bulk_hold_ns = bulk_hold_ns;
         return limits;
     }
     static GatePolicy policy(bool ordered) {
@@ -348,9 +351,10 @@ class EngineProbe {
 
 void bind_probe(nb::module_& module) {
     nb::class_<EngineProbe>(module, "EngineProbe", "One engine whose provider is the caller (unit tests).")
-        .def(nb::init<std::uint32_t, std::uint32_t, std::uint32_t, bool, std::uint64_t, std::uint32_t, std::uint32_t>(),
+        .def(nb::init<std::uint32_t, std::uint32_t, std::uint32_t, bool, std::uint64_t, std::uint32_t, std::uint32_t,
+                      std::uint64_t>(),
              "outstanding_max"_a = 8, "peers"_a = 2, "lanes"_a = 2, "ordered"_a = false,
-             "hard_timeout_ns"_a = 1'000'000, "queued_max"_a = 64, "bulk_window"_a = 0)
+             "hard_timeout_ns"_a = 1'000'000, "queued_max"_a = 64, "bulk_window"_a = 0, "bulk_hold_ns"_a = 0)
         .def("submit", &EngineProbe::submit, "peer"_a, "chunk_lanes"_a,
              "controls"_a = std::vector<std::pair<std::uint32_t, std::uint32_t>>{})
         .def("post", &EngineProbe::post, "most"_a = 64, "outcomes"_a = std::vector<std::string>{})

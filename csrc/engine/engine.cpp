@@ -157,8 +157,9 @@ Status Engine::release(Ticket ticket) {
 
 // ---- posting
 
-std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs) {
+std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs now) {
     std::size_t count = 0;
+    bulk_held_ = false;
     pushed_back_since_take_ = false;
     // With fewer slots than lanes small ones could hold them all for ever: then everybody has a turn.
     const bool bulk_last = bulk_lanes_ && lanes_live_ <= limits_.outstanding_max;
@@ -169,7 +170,7 @@ std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs) {
             if (round_robin_ >= lanes_used_) round_robin_ = 0;
             const std::uint32_t lane = round_robin_++;
             const bool served = !bulk_last || (lanes_[lane].bulk_window > 0) == bulk;
-            if (served && take_one(lane, out[count])) {
+            if (served && !held_back(lanes_[lane], now) && take_one(lane, out[count], now)) {
                 ++count;
                 idle_lanes = 0;
             } else {
@@ -180,12 +181,29 @@ std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs) {
     return count;
 }
 
+// A chunk that is posted costs both sides as much as several small writes, and what it costs stands before the next
+// one: beside a stream of small ones bulk goes in few steps, so that most of them meet none.
+bool Engine::held_back(const QueuePair& lane, TimeNs now) {
+    if (lane.bulk_window == 0 || limits_.bulk_hold_ns == 0 || lane.entries == lane.in_flight) return false;
+    const bool held = now < peers_[lane.peer.value].small_ns + limits_.bulk_quiet_ns &&
+                      now < lane.bulk_taken_ns + limits_.bulk_hold_ns;
+    bulk_held_ = bulk_held_ || held;
+    return held;
+}
+
+// Where small ones come now and then, the next one should meet no more than one chunk.
+std::uint32_t Engine::window_of(const QueuePair& lane, TimeNs now) const {
+    if (lane.bulk_window == 0) return window_;
+    const bool wary = limits_.bulk_hold_ns > 0 && now < peers_[lane.peer.value].small_ns + limits_.bulk_wary_ns;
+    return wary ? 1 : std::min(lane.bulk_window, window_);
+}
+
 // Controls first: their data is there already, and somebody waits for them.
-bool Engine::take_one(std::uint32_t queue_pair, PostCommand& out) {
+bool Engine::take_one(std::uint32_t queue_pair, PostCommand& out, TimeNs now) {
     QueuePair& lane = lanes_[queue_pair];
     if (lane.state != LaneState::open && lane.state != LaneState::aborting) return false;
-    const std::uint32_t window = lane.bulk_window > 0 ? std::min(lane.bulk_window, window_) : window_;
-    if (lane.counted >= window || counted_ >= limits_.outstanding_max || slots_.available() == 0) return false;
+    if (lane.counted >= window_of(lane, now) || counted_ >= limits_.outstanding_max || slots_.available() == 0)
+        return false;
     std::uint32_t index = lane.ready_cursor;
     if (index != no_index) {
         lane.ready_cursor = operations_[index].next_ready;
@@ -211,6 +229,7 @@ bool Engine::take_one(std::uint32_t queue_pair, PostCommand& out) {
     info.operation = index;
     info.endpoint = operation.endpoint;
     info.counted = true;
+    (lane.bulk_window > 0 ? lane.bulk_taken_ns : peers_[lane.peer.value].small_ns) = now;
     ++lane.counted;
     ++counted_;
     counts_.slots_counted_peak = std::max(counts_.slots_counted_peak, counted_);
@@ -354,7 +373,7 @@ void Engine::untime(std::uint32_t slot) {
 
 // ---- completion
 
-void Engine::on_completion(const Completion& completion, TimeNs) {
+void Engine::on_completion(const Completion& completion, TimeNs now) {
     const Ticket ticket = completion.ticket;
     if (ticket.slot >= slots_.size()) {
         ++counts_.completions_unknown;
@@ -366,6 +385,8 @@ void Engine::on_completion(const Completion& completion, TimeNs) {
         return;
     }
     const std::uint32_t index = slot_info_[ticket.slot].operation;
+    const QueuePair& lane = lanes_[operations_[index].queue_pair];
+    if (lane.bulk_window == 0) peers_[lane.peer.value].small_ns = now;
     if (completion.status == Status::ok) {
         const Level needed = policy_.delivery_complete ? Level::delivered : Level::local;
         if (completion.level < needed && operations_[index].kind != OpKind::read) {

@@ -33,6 +33,11 @@ struct EngineLimits {
     std::uint32_t requests_max = 4096;         // accepted and not yet released
     std::uint32_t queued_max = 4096;           // operations that may be accepted beyond those in flight
     TimeNs hard_timeout_ns = 200'000'000'000;  // SPEC T14
+    // Beside a peer's small work, and for bulk_quiet_ns after it, a bulk lane posts once in so long; and for
+    // bulk_wary_ns after it its window is 1. 0: neither.
+    TimeNs bulk_hold_ns = 0;
+    TimeNs bulk_quiet_ns = 100'000;
+    TimeNs bulk_wary_ns = 20'000'000;
     std::uint32_t queue_pairs_per_peer_max = 8;
     std::uint32_t regions_max = 4096;    // RegionId.value is below it
     std::uint32_t held_max = 2048;       // control operations whose gate is closed at one time
@@ -150,6 +155,9 @@ class Engine {
     // Fills `out` round robin over the queue pairs, within their windows and the cap. Every command taken must be given
     // to on_posted() in the same order, before anything else is called, except those for which may_post() says no.
     std::size_t take_posts(std::span<PostCommand> out, TimeNs now);
+    // The last take_posts() left bulk where it was for the sake of small work: call it again, though nothing may
+    // happen.
+    bool bulk_held() const { return bulk_held_; }
     // No: since it was taken, an AGAIN or a failure on its queue pair has put it back or dropped it. Do not post it.
     bool may_post(const PostCommand& command) const;
     // AGAIN: it, and what was taken behind it on its queue pair, is at the head again, in order.
@@ -200,6 +208,7 @@ class Engine {
         PeerState state = PeerState::closed;
         Status error = Status::ok;
         std::int32_t code = 0;
+        TimeNs small_ns = 0;                     // when something off its bulk lanes was last taken or completed
         std::uint32_t first_request = no_index;  // live ones, in order of acceptance
         std::uint32_t last_request = no_index;
         std::vector<std::uint32_t> queue_pairs;  // reserved in the constructor
@@ -236,7 +245,9 @@ class Engine {
     void unlink_live(std::uint32_t request);
 
     // engine.cpp: from the queue to the record
-    bool take_one(std::uint32_t queue_pair, PostCommand& out);
+    bool take_one(std::uint32_t queue_pair, PostCommand& out, TimeNs now);
+    std::uint32_t window_of(const QueuePair& lane, TimeNs now) const;
+    bool held_back(const QueuePair& lane, TimeNs now);
     void fill(PostCommand& out, const Operation& operation) const;
     void pull_back(QueuePair& lane);
     void accepted_by_provider(std::uint32_t index, TimeNs now);
@@ -313,7 +324,8 @@ class Engine {
     std::uint32_t lanes_live_ = 0;
     std::uint32_t window_ = 1;
     std::uint32_t round_robin_ = 0;
-    bool bulk_lanes_ = false;       // there ever was one
+    bool bulk_lanes_ = false;  // there ever was one
+    bool bulk_held_ = false;
     std::uint32_t lanes_used_ = 0;  // one past the highest lane ever opened: bounds the round
     std::uint32_t postable_ = 0;    // operations in state queued
     std::uint32_t counted_ = 0;     // slots that count against the cap

@@ -44,6 +44,7 @@ void check_options(const ContextOptions& options) {
     within("endpoints", options.endpoints, 1, options.lanes);
     within("bulk_chunk_bytes", options.bulk_chunk_bytes, 4096, std::uint64_t{1} << 30);
     within("bulk_window", options.bulk_window, 1, 65'536);
+    within("bulk_hold_us", options.bulk_hold_ns / 1000, 0, 1'000'000);
     within("requests_max", options.requests_max, 16, 1u << 20);
     within("counters", options.counters, 0, 1u << 24);
     if (options.hard_timeout_ns < options.timeout_ns)
@@ -97,6 +98,7 @@ EngineLimits engine_limits(const ContextOptions& options) {
     limits.held_max = std::max(options.requests_max, 2 * options.size);
     limits.regions_max = regions_max;
     limits.hard_timeout_ns = options.hard_timeout_ns;
+    limits.bulk_hold_ns = options.bulk_hold_ns;
     return limits;
 }
 

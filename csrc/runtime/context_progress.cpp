@@ -91,6 +91,7 @@ bool ContextState::turn(TimeNs budget_ns) {
         Observed observed(*this, now);
         const PumpResult result = pump(*engine, observed, arrivals_scratch, now, 1, pump_tables);
         starved = result.again > 0;
+        bulk_held = engine->bulk_held();
         const bool arrived = !arrivals_scratch.empty();
         if (arrived) collect_arrivals();
         moved = moved || result.moved() || arrived;

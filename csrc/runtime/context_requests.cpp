@@ -164,10 +164,11 @@ Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec>
             if (guard) {
                 const Engine::Submitted submitted = state.submit_user(rank, chunks, controls, level, now_ns());
                 // One round posts it; whatever else is to do is for waits and the thread.
+                const bool held_before = state.bulk_held;
                 moved = state.turn(submitted.status == Status::would_block ? caller_turn_ns : 0);
                 if (submitted.status != Status::would_block) {
-                    // AGAIN need not end with an event: the thread has to look again by itself.
-                    if (state.starved) state.thread.kick();
+                    // Neither need end with an event: the thread has to look again by itself.
+                    if (state.starved || (state.bulk_held && !held_before)) state.thread.kick();
                     return submitted;
                 }
             }

@@ -133,7 +133,8 @@ struct ContextState {
     Replacement replacement;
     Ticket sync_request;  // SPEC T3: the one request that may be in flight
     RuntimeCounters counters;
-    bool starved = false;  // the last turn ended in AGAIN
+    bool starved = false;    // the last turn ended in AGAIN
+    bool bulk_held = false;  // the last turn kept bulk back for the sake of small work
 
     std::mutex deferred_mutex;
     std::vector<Ticket> deferred_releases;  // from threads that could not have the token

@@ -27,7 +27,7 @@ constexpr TimeNs park_most_ns = 1'000'000;  // beside callers who stay and share
 constexpr TimeNs park_told_ns = 5'000'000;  // beside a caller that says when it leaves; this bounds a lost word
 constexpr TimeNs tick_ns = 250'000'000;
 constexpr TimeNs busy_sleep_ns = 10'000'000;      // work is in flight and its completion wakes us: only a safety net
-constexpr TimeNs starved_nap_ns = 200'000;        // AGAIN need not end with an event
+constexpr TimeNs starved_nap_ns = 200'000;        // AGAIN need not end with an event, nor does a hold on bulk
 constexpr TimeNs no_descriptor_nap_ns = 500'000;  // bounded polling, about 1% of a core
 constexpr std::uint32_t refused_sleeps_max = 64;
 
@@ -167,7 +167,7 @@ void ProgressThread::sleep(ContextState& state) {
     if (!state.token.try_take()) return;
     const int fd = state.provider->wait_fd();
     const bool may_sleep = fd < 0 || state.provider->may_sleep();
-    const bool starved = state.starved;
+    const bool starved = state.starved || state.bulk_held;
     const bool idle = state.engine->idle();
     state.token.give();
     if (!may_sleep && ++refused_sleeps_ < refused_sleeps_max) return;

@@ -76,3 +76,45 @@ def test_bulk_is_not_starved_where_small_lanes_want_every_slot() -> None:
             break
     assert engine.status(bulk) == "ok"
     assert engine.invariants() == ""
+
+
+def test_beside_small_work_bulk_goes_in_steps() -> None:
+    """One chunk in each hold, however many small ones come and go; one at a time where a small one was not long ago; then its window."""
+    engine = probe(bulk_hold_ns=500_000, hard_timeout_ns=1_000_000_000)
+    engine.advance(100_000_000)
+    _, bulk = engine.submit(0, [BULK] * 20)
+    steps = []
+    for turn in range(200):  # a small write each 10 us
+        _, small = engine.submit(0, [SMALL])
+        posted = engine.post()
+        if len(posted) > 1:
+            steps.append(turn)
+            assert engine.lane(0, BULK)["in_flight"] == 1
+        for ticket, _ in posted:
+            engine.complete(ticket)
+        assert engine.status(small) == "ok"
+        engine.advance(10_000)
+    assert steps == [0, 50, 100, 150]
+    engine.advance(100_000)
+    for _ in range(6):
+        ((ticket, _),) = engine.post()
+        engine.complete(ticket)
+    engine.advance(20_000_000)
+    while posted := engine.post():
+        assert len(posted) == 2
+        for ticket, _ in posted:
+            engine.complete(ticket)
+    assert engine.status(bulk) == "ok"
+    assert engine.idle()
+
+
+def test_small_work_for_one_peer_holds_no_bulk_for_another() -> None:
+    engine = probe(bulk_hold_ns=500_000, hard_timeout_ns=1_000_000_000)
+    engine.advance(100_000_000)
+    engine.submit(1, [BULK] * 4)
+    for _ in range(2):
+        engine.submit(0, [SMALL])
+        posted = engine.post()
+        assert len(posted) == 3
+        for ticket, _ in posted:
+            engine.complete(ticket)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from expertwire.errors import InvalidTypeError
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import choose_binding, choose_provider, library_candidates
-from expertwire.fabric.lanes import BULK_CHUNK_BYTES, BULK_WINDOW, lane_for
+from expertwire.fabric.lanes import BULK_CHUNK_BYTES, BULK_HOLD_US, BULK_WINDOW, lane_for
 from expertwire.fabric.native import Context
 from expertwire.fabric.region import Region
 from expertwire.fabric.request import Chunk, Request, Scope, Signal, Watcher
@@ -39,6 +39,7 @@ class Endpoint:
         endpoints: int = 1,
         bulk_chunk_bytes: int = BULK_CHUNK_BYTES,
         bulk_window: int = BULK_WINDOW,
+        bulk_hold_us: int = BULK_HOLD_US,
         hosts: int = 1,
         heartbeat_ms: int = 1000,
         silence_ms: int = 5000,
@@ -49,7 +50,8 @@ class Endpoint:
 
         `endpoints`: of the provider, each with connections of its own; lane i is on endpoint i % endpoints. Lanes off the first one are for
         bulk: what goes over them is cut into chunks of `bulk_chunk_bytes`, of which `bulk_window` are in flight at a time on each lane, so
-        that a small write on lane 0 does not stand behind megabytes. `write()` and `read()` choose the lane by size.
+        that a small write on lane 0 does not stand behind megabytes. While small work goes to a peer a bulk lane has one chunk in flight, and
+        begins at most one in `bulk_hold_us` microseconds (0: its whole window, at any time). `write()` and `read()` choose the lane by size.
 
         A peer on another host that has not been heard for `silence_ms` is dead.
 
@@ -67,6 +69,7 @@ class Endpoint:
             "endpoints": endpoints,
             "bulk_chunk_bytes": bulk_chunk_bytes,
             "bulk_window": bulk_window,
+            "bulk_hold_us": bulk_hold_us,
             "requests_max": requests_max,
             "counters": counters,
             "timeout_ms": self.settings.timeout_ms,

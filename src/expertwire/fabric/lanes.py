@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["BULK_CHUNK_BYTES", "BULK_WINDOW", "SMALL_BYTES_MAX", "lane_for"]
+__all__ = ["BULK_CHUNK_BYTES", "BULK_HOLD_US", "BULK_WINDOW", "SMALL_BYTES_MAX", "lane_for"]
 
 SMALL_BYTES_MAX = 16_384  # what is larger is no longer a matter of latency: its own bytes take longer than the way
-BULK_CHUNK_BYTES = 131_072
-BULK_WINDOW = 2
+BULK_CHUNK_BYTES = 65_536
+BULK_WINDOW = 4
+BULK_HOLD_US = 250
 
 
 def lane_for(nbytes: int, lanes: int, endpoints: int, turn: int = 0) -> int:
