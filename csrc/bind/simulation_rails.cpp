@@ -30,6 +30,7 @@ struct RailRun {
     TimeNs ns = 0;                       // until the request was done
     std::vector<std::uint64_t> carried;  // bytes over each rail
     std::uint32_t attempts = 0;
+    std::uint64_t records = 0;  // terminal ones: one for each attempt, however many chunks and rails it had
 };
 
 class RailPair {
@@ -65,6 +66,9 @@ class RailPair {
                 result.error = "ended with status " + std::to_string(static_cast<int>(status));
         }
         result.ns = network_.now();
+        const EngineStatistics counts = engine_->statistics();
+        result.records = counts.requests_done + counts.requests_failed + counts.requests_cancelled;
+        if (result.error.empty()) result.error = engine_->check_invariants();
         if (result.error.empty()) result.error = wrong_;
         if (result.error.empty() && std::memcmp(from_.data(), to_.data(), from_.size()) != 0)
             result.error = "bytes differ";
@@ -155,6 +159,7 @@ nb::dict run_rails(const std::vector<std::pair<double, TimeNs>>& rails, std::uin
     out["ns"] = result.ns;
     out["carried"] = nb::cast(result.carried);
     out["attempts"] = result.attempts;
+    out["records"] = result.records;
     return out;
 }
 
@@ -165,7 +170,7 @@ void bind_rails_simulation(nb::module_& module) {
         "run_rails", &run_rails, "rails"_a, "bytes"_a, "chunk_bytes"_a = 65536, "failing"_a = -1, "fail_ns"_a = 0,
         "seed"_a = 0,
         "One request over rails of (bytes_per_ns, latency_ns), its signal gated over all of them; rail `failing` is "
-        "lost at `fail_ns`. {'error', 'ns', 'carried': bytes over each rail, 'attempts'}.");
+        "lost at `fail_ns`. {'error', 'ns', 'carried': bytes over each rail, 'attempts', 'records': terminal ones}.");
 }
 
 }  // namespace expertwire
