@@ -14,13 +14,19 @@ constexpr std::size_t kNameBytesMax = 512;
 
 }  // namespace
 
-// With MR_ENDPOINT a region ends with the endpoint that it is bound to.
+// With MR_ENDPOINT a region ends with the endpoint that it is bound to. With several endpoints a peer that replaced its
+// own at the same time now and then never answered a revocation afterwards (1 run in 5, tcp;ofi_rxm): not before that
+// is understood.
 bool LibfabricProvider::replaceable() const {
-    return (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0;
+    return options_.endpoints == 1 && (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0;
 }
 
 ControlResult LibfabricProvider::open_replacement(EndpointId old_first, EndpointId& fresh_first) {
     if (!objects_) return {Status::closed, 0, "open_replacement: the provider was closed"};
+    if (options_.endpoints > 1)
+        return {Status::refused, 0,
+                "it has " + std::to_string(options_.endpoints) +
+                    " libfabric endpoints, and only a single one can be replaced"};
     if (!replaceable())
         return {Status::refused, 0,
                 "provider \"" + capabilities_.provider +

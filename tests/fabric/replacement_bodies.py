@@ -149,6 +149,14 @@ def write_after_waking(endpoint: Endpoint, peer: int) -> str:
     return "ok"
 
 
+def refused_removal(endpoint: Endpoint, peer: int) -> str:
+    """Why; its requests still own their memory."""
+    with pytest.raises(StateError) as refusal:
+        endpoint.remove_peer(peer)
+    assert not any(r.done for r in endpoint.stuck[2])  # type: ignore[attr-defined]
+    return str(refusal.value)
+
+
 def remove(endpoint: Endpoint, peer: int) -> None:
     endpoint.remove_peer(peer)
 

@@ -44,17 +44,15 @@ def both(group: Group, body: object, *arguments: object) -> list[object]:
     return [group[rank].answer() for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(("lanes", "endpoints"), [(1, 1), (4, 2)], ids=["one", "lanes"])
-def test_a_stopped_peer_is_removed_while_the_others_go_on(lanes: int, endpoints: int) -> None:
+def test_a_stopped_peer_is_removed_while_the_others_go_on() -> None:
     """Twice, so that the endpoint's two places are both used; both survivors replace theirs at the same time."""
-    # The window takes all that gets stuck: what was never posted would end before the others.
-    with ranks(4, SETTINGS, lanes=lanes, endpoints=endpoints, bulk_chunk_bytes=bodies.STUCK_BYTES // 2) as group:
+    with ranks(4, SETTINGS) as group:
         both(group, bodies.exchange_rounds, 0, 5)
         last = 5
         for number, victim in enumerate((2, 3), start=1):
             group[0].call(bodies.connect, victim)
             with stopped(group, victim):
-                group[0].call(bodies.post_stuck, victim, 8, lanes)
+                group[0].call(bodies.post_stuck, victim, 8)
                 both(group, bodies.exchange_rounds, last, last + 5)
                 group[0].call(bodies.await_quarantine, 8)
                 if victim == 2:
@@ -207,3 +205,14 @@ def test_a_blob_from_before_a_replacement_still_leads_to_us() -> None:
             group[rank].call(bodies.connect, 2)
         both(group, bodies.exchange_rounds, 5, 25)
         assert group.all(bodies.fault_of) == [None] * 3
+
+
+def test_with_several_endpoints_a_stuck_peer_is_refused_and_the_others_go_on() -> None:
+    """Nothing is replaced: its memory stays owned, and who asks for the removal is told why."""
+    with ranks(3, SETTINGS, lanes=4, endpoints=2, bulk_window=8, bulk_hold_us=0) as group:
+        group[0].call(bodies.connect, 2)
+        with stopped(group, 2):
+            group[0].call(bodies.post_stuck, 2, 4, 4)
+            group[0].call(bodies.await_quarantine, 4)
+            assert "only a single one can be replaced" in group[0].call(bodies.refused_removal, 2)
+            both(group, bodies.exchange_rounds, 0, 20)

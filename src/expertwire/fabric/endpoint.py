@@ -142,7 +142,7 @@ class Endpoint:
         replaced then: the other peers move over by themselves, and `blob()` is another from then on. Every rank should remove a peer that
         one removes: whoever still listens to it would heed what it says of others when it wakes up.
 
-        Raises `StateError` where that cannot be done (a provider without it, or peers that do not come over in time).
+        Raises `StateError` where that cannot be done (a provider without it, `endpoints` above 1, or peers that do not come over in time).
         """
         self.native.remove_peer(rank)
         self._forget(rank)
