@@ -8,7 +8,7 @@ Equal --seed and --iterations give an equal hash of all payloads.
 
   expertwire soak fabric --seconds 2100 --seed 7      35 minutes
   expertwire soak fabric --iterations 40 --ranks 4    a fixed amount of work
-  expertwire soak fabric --delivery-complete alternate --provider local    on and off in turn, where it may be off: else status 3
+  expertwire soak fabric --delivery-complete alternate    on and off in turn, where it may be off: else status 3
 """
 
 from __future__ import annotations
