@@ -26,7 +26,12 @@ def test_megatron_core(world: World) -> None:
             assert max(diffs) < 2e-5, diffs
 
 
-def test_vllm(world: World) -> None:
+def test_vllm() -> None:
+    """On ranks of its own, which end with it: a Buffer that was used through vLLM's class has outlived it, why was not found."""
     require("vllm")
-    for node_of in TABLES:
-        assert set(world.run(len(node_of), wheels.vllm, node_of, timeout_s=170)) == {len(set(node_of))}
+    ranks = World(4)
+    try:
+        for node_of in TABLES:
+            assert set(ranks.run(len(node_of), wheels.vllm, node_of, timeout_s=170)) == {len(set(node_of))}
+    finally:
+        ranks.close()

@@ -108,12 +108,19 @@ def cores_of_threads() -> dict[int, set[int]]:
 
 
 def far_rows(rank: Rank, data_bytes: int, from_bytes: int) -> list[int]:
-    """Rows that land, and are combined, beyond an offset: everything before it is taken. (where the rows are, bytes of the region)."""
+    """Rows that land, and are combined, beyond an offset: everything before it is taken. Where dispatch and combine were offered room."""
     buffer = Buffer(rank.group, data_bytes, node_of=[0, 1], timeout_ms=60_000)
     pool = buffer.runtime._pool
     taken = Extent(0, from_bytes)
     pool._extents.take(taken)
-    region = buffer.get_local_buffer_tensor(torch.uint8)
+    offered: list[int] = []
+    offer = pool.offer
+
+    def noted() -> Extent:
+        offered.append((found := offer()).offset)
+        return found
+
+    pool.offer = noted
     x, ids, weights = rows_of(rank.rank, tokens=300, hidden=HIDDEN)
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
     rows, _, _, _, handle, _ = buffer.dispatch(
@@ -125,14 +132,12 @@ def far_rows(rank: Rank, data_bytes: int, from_bytes: int) -> list[int]:
         topk_idx=ids,
         topk_weights=weights,
     )
-    offset = rows.data_ptr() - region.data_ptr()
     home = buffer.combine(rows, handle)[0]
     assert torch.equal(home, (x.float() * in_rank.sum(1, keepdim=True)).bfloat16())
     del rows
     pool._extents.give(taken)
-    size = region.numel()
     buffer.destroy()
-    return [offset, size]
+    return offered
 
 
 def too_much(rank: Rank) -> tuple[str, int, str]:
