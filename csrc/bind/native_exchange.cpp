@@ -2,6 +2,7 @@
 // requests of exchange/, the driver runs them with the GIL released, failures become classes of expertwire.errors.
 // Pointers are ints; 0 is an absent tensor. The docstrings are the contract with expertwire.ep.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/native_bind.hpp"
@@ -62,6 +64,7 @@ struct PyDispatchResult {
     bool has_scales = false;
     std::uint64_t offer_offset = 0;
     std::vector<std::uint64_t> expert_counts;
+    std::vector<exchange::Dispatch::Overflow> overflows;
 };
 
 class PyExchange {
@@ -117,6 +120,7 @@ PyDispatchResult PyExchange::dispatch(const DispatchRequest& request, std::int64
     result.has_scales = request.scale_bytes > 0;
     result.offer_offset = request.offer_offset;
     result.expert_counts = operation->expert_counts();
+    result.overflows = operation->overflows();
     return result;
 }
 
@@ -229,7 +233,16 @@ void bind_records(nb::module_& module) {
                      "where the id is -1; None without), scales [N, scale_bytes] (None without).")
         .def_ro("used_bytes", &PyDispatchResult::used_bytes, "Bytes of the offered extent that hold the result.")
         .def_ro("expert_counts", &PyDispatchResult::expert_counts,
-                "list[int]: rows per local expert (duplicates counted twice), not rounded; empty with a handle.");
+                "list[int]: rows per local expert (duplicates counted twice), not rounded; empty with a handle.")
+        .def_prop_ro(
+            "overflows",
+            [](const PyDispatchResult& self) {
+                std::vector<std::pair<std::uint32_t, std::uint64_t>> pairs;
+                for (const auto& overflow : self.overflows) pairs.emplace_back(overflow.rank, overflow.total);
+                return pairs;
+            },
+            "list[tuple[int, int]]: ranks that were sent more than rows_max rows, and how many; the same on every "
+            "rank.");
 }
 
 constexpr const char* kClassDoc =
@@ -257,7 +270,9 @@ topk_index_bytes (4 or 8). topk_weights (0: none): f32[tokens, topk], needs topk
 i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert only from topk_idx): checked against in_rank
 and topk_idx. expert_first: R + 1 entries. Nothing is read where tokens is 0, but all ranks must agree on whether there are
 weights: a tensor of no rows is any address but 0.
-handle: repeats that dispatch's routing: in_rank, topk_idx, topk_weights and counts must be 0, topk and num_experts 0,
+rows_max (0: none): results have exactly so many rows, valid ones first, ids of the rest -1; needs topk_idx. A rank that would
+receive more keeps the first of them.
+handle: repeats that dispatch's routing and rows_max: in_rank, topk_idx, topk_weights and counts must be 0, topk and num_experts 0,
 expert_first empty; tokens must be the handle's.
 
 Raises InvalidArgumentError (nothing started), MismatchError (ranks disagree: on every rank, the exchange stays usable),
@@ -303,8 +318,8 @@ PyDispatchResult dispatch(PyExchange& self, std::uint64_t x, std::uint64_t token
                           std::uint32_t topk_index_bytes, std::uint32_t topk, std::uint64_t topk_weights,
                           std::uint64_t counts_per_rank, std::uint64_t counts_per_node, std::uint64_t counts_per_expert,
                           std::uint64_t num_experts, const std::vector<std::uint64_t>& expert_first,
-                          const PyHandle* handle, std::uint64_t offer_offset, std::uint64_t offer_capacity,
-                          std::int64_t timeout_ms) {
+                          std::uint64_t rows_max, const PyHandle* handle, std::uint64_t offer_offset,
+                          std::uint64_t offer_capacity, std::int64_t timeout_ms) {
     DispatchRequest request;
     request.x = pointer<const std::byte>(x);
     request.tokens = tokens;
@@ -323,6 +338,7 @@ PyDispatchResult dispatch(PyExchange& self, std::uint64_t x, std::uint64_t token
     request.per_expert = pointer<const std::int32_t>(counts_per_expert);
     request.num_experts = num_experts;
     request.expert_first = expert_first;
+    request.rows_max = rows_max;
     if (handle != nullptr) request.handle = handle->handle;
     request.offer_offset = offer_offset;
     request.offer_capacity = offer_capacity;
@@ -380,7 +396,7 @@ void bind_exchange(nb::module_& module) {
         .def("dispatch", &dispatch, "x"_a, "tokens"_a, "row_bytes"_a, "x_type"_a, "scales"_a, "scale_bytes"_a,
              "scales_type"_a, "in_rank"_a, "topk_idx"_a, "topk_index_bytes"_a, "topk"_a, "topk_weights"_a,
              "counts_per_rank"_a, "counts_per_node"_a, "counts_per_expert"_a, "num_experts"_a, "expert_first"_a,
-             "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a, kDispatchDoc)
+             "rows_max"_a, "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a, kDispatchDoc)
         .def("combine", &combine, "x"_a, "rows"_a, "row_bytes"_a, "weights"_a, "topk"_a, "bias0"_a, "bias1"_a, "out"_a,
              "out_weights"_a, "handle"_a, "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a, kCombineDoc)
         .def("progress", &progress_rows, kProgressDoc)

@@ -48,9 +48,39 @@ std::string World::check_dispatch(std::uint32_t rank) const {
         wrong = compare("topk_weights", base + extent.weights, expected.weights.data(), expected.weights.size());
     }
     if (wrong.empty()) wrong = compare("scales", base + extent.scales, expected.scales.data(), expected.scales.size());
+    if (wrong.empty()) wrong = check_worst_tokens(rank, expected.rows);
     if (wrong.empty() && member.dispatch->expert_counts() != expected.expert_counts) wrong = "expert counts differ";
     if (wrong.empty()) wrong = check_handle(rank);
     if (wrong.empty()) wrong = check_untouched(rank, part.offer_offset, part.offer_offset + extent.bytes);
+    return wrong;
+}
+
+// Of worst-token mode: ids behind the last row are -1, rows behind it were not written, and who overflowed is known.
+std::string World::check_worst_tokens(std::uint32_t rank, std::uint64_t rows) const {
+    const Member& member = members_[rank];
+    const Call& call = script_.calls[member.call];
+    std::vector<std::uint64_t> overflows;
+    if (call.rows_max > 0 && call.routing < 0) {
+        const std::vector<std::uint64_t> sent = rows_sent_to(script_, call);
+        for (std::uint64_t to = 0; to < sent.size(); ++to) {
+            if (sent[to] > call.rows_max) overflows.insert(overflows.end(), {to, sent[to]});
+        }
+    }
+    std::vector<std::uint64_t> said;
+    for (const auto& overflow : member.dispatch->overflows()) said.insert(said.end(), {overflow.rank, overflow.total});
+    if (said != overflows) return "the list of ranks that overflowed differs";
+    if (call.rows_max == 0) return {};
+    const std::uint64_t offset = call.ranks[rank].offer_offset;
+    const exchange::Extent extent = member.dispatch->extent();
+    const std::uint64_t row = offset + extent.rows + rows * call.row_bytes;
+    const std::uint64_t end = offset + extent.rows + call.rows_max * call.row_bytes;
+    std::string wrong = compare("the tail of x", member.data.data() + row, member.before.data() + row, end - row);
+    const std::uint64_t index = std::uint64_t{call.topk} * call.index_bytes;
+    const Bytes none((call.rows_max - rows) * index, std::byte{0xFF});
+    if (wrong.empty()) {
+        wrong = compare("the tail of topk_idx", member.data.data() + offset + extent.indices + rows * index,
+                        none.data(), none.size());
+    }
     return wrong;
 }
 
@@ -71,7 +101,7 @@ std::string World::check_handle(std::uint32_t rank) const {
             std::vector<std::uint64_t> mask(nodes_.mask_words(node), 0);
             bool any = false;
             for (const std::uint32_t to : nodes_.members(node)) {
-                if (!routing.ranks[source].in_rank[token * ranks + to]) continue;
+                if (!routing.ranks[source].kept[token * ranks + to]) continue;
                 mask[nodes_.local_index(to) / 64] |= std::uint64_t{1} << (nodes_.local_index(to) % 64);
                 any = true;
             }

@@ -121,6 +121,36 @@ void choose_routing(const Script& script, const Call& call, RankCall& part, Skew
     }
 }
 
+// Worst-token mode, now and then with too few rows for what comes.
+void choose_rows_max(const Script& script, Call& call, Random& random, Coverage& coverage) {
+    const std::uint64_t ranks = script.node_of.size();
+    if (call.routing >= 0) {
+        call.rows_max = routing_of(script, call).rows_max;
+    } else if (call.topk > 0 && random.chance(0.3)) {
+        const std::vector<std::uint64_t> sent = rows_sent_to(script, call);
+        const std::uint64_t most = *std::max_element(sent.begin(), sent.end());
+        call.rows_max = most + random.below(4);
+        if (random.chance(0.5)) call.rows_max = random.between(1, most + 1);
+        if (call.rows_max == 0) call.rows_max = 1;
+        coverage["worst_tokens"]++;
+        coverage["worst_tokens_overflow"] += call.rows_max < most;
+    }
+    coverage["worst_tokens_cached"] += call.routing >= 0 && call.rows_max > 0;
+    for (RankCall& part : call.ranks) {
+        part.kept = part.in_rank;
+        part.rows_max = call.rows_max;
+    }
+    for (std::uint64_t to = 0; to < ranks && call.routing < 0 && call.rows_max > 0; ++to) {
+        std::uint64_t row = 0;
+        for (RankCall& part : call.ranks) {
+            for (std::uint64_t token = 0; token < part.tokens; ++token) {
+                std::uint8_t& kept = part.kept[token * ranks + to];
+                if (kept != 0 && row++ >= call.rows_max) kept = 0;
+            }
+        }
+    }
+}
+
 void make_dispatch(Script& script, Call& call, Random& random, Coverage& coverage) {
     const std::uint64_t ranks = script.node_of.size();
     call.kind = exchange::Kind::dispatch;
@@ -161,6 +191,7 @@ void make_dispatch(Script& script, Call& call, Random& random, Coverage& coverag
         total += part.tokens;
         call.ranks.push_back(std::move(part));
     }
+    choose_rows_max(script, call, random, coverage);
     coverage["nobody_has_tokens"] += total == 0;
     coverage["odd_row_bytes"] += call.row_bytes % 2;
 }
@@ -196,7 +227,9 @@ void make_combine(Script& script, Call& call, Random& random, Coverage& coverage
     coverage["combine_weights"] += call.has_weights;
 }
 
+// Rows that the rank's extent has to hold.
 std::uint64_t received_rows(const Script& script, const Call& call, std::uint32_t rank) {
+    if (call.kind == exchange::Kind::dispatch && call.rows_max > 0) return call.rows_max;
     const std::vector<std::uint64_t> matrix = routing_matrix(script, routing_of(script, call));
     std::uint64_t rows = 0;
     for (std::uint64_t source = 0; source < script.node_of.size(); ++source)
@@ -237,8 +270,13 @@ void spoil(Script& script, Call& call, Random& random, Coverage& coverage) {
         call.outcome = Outcome::capacity;
         coverage["capacity_errors"]++;
     } else if (script.node_of.size() > 1 && call.kind == exchange::Kind::dispatch) {
-        part.row_bytes += 2;
-        fill(part.x, part.tokens * part.row_bytes, random);
+        if (call.routing < 0 && call.topk > 0 && random.chance(0.3)) {
+            part.rows_max += random.between(1, 3);
+            coverage["mismatch_of_worst_tokens"]++;
+        } else {
+            part.row_bytes += 2;
+            fill(part.x, part.tokens * part.row_bytes, random);
+        }
         call.outcome = Outcome::mismatch;
         coverage["mismatch_errors"]++;
     }
@@ -314,6 +352,7 @@ Script make_shape(const ShapeOptions& shape, Random& random, Coverage& coverage)
         fill_weights(part.weights, part.tokens * shape.topk, random);
         dispatch.ranks.push_back(std::move(part));
     }
+    for (RankCall& part : dispatch.ranks) part.kept = part.in_rank;
     script.calls.push_back(std::move(dispatch));
     place(script, script.calls.back(), random);
     if (shape.combine) {
@@ -347,10 +386,18 @@ std::vector<std::uint64_t> routing_matrix(const Script& script, const Call& disp
     std::vector<std::uint64_t> matrix(ranks * ranks, 0);
     for (std::uint64_t source = 0; source < ranks; ++source) {
         const RankCall& part = dispatch.ranks[source];
-        for (std::uint64_t at = 0; at < part.in_rank.size(); ++at)
-            matrix[source * ranks + at % ranks] += part.in_rank[at];
+        for (std::uint64_t at = 0; at < part.kept.size(); ++at) matrix[source * ranks + at % ranks] += part.kept[at];
     }
     return matrix;
+}
+
+std::vector<std::uint64_t> rows_sent_to(const Script& script, const Call& dispatch) {
+    const std::uint64_t ranks = script.node_of.size();
+    std::vector<std::uint64_t> sent(ranks, 0);
+    for (const RankCall& part : dispatch.ranks) {
+        for (std::uint64_t at = 0; at < part.in_rank.size(); ++at) sent[at % ranks] += part.in_rank[at];
+    }
+    return sent;
 }
 
 namespace {
@@ -410,7 +457,7 @@ Received expected_dispatch(const Script& script, const Call& call, std::uint32_t
     for (std::uint64_t source = 0; source < ranks; ++source) {
         const RankCall& part = call.ranks[source];
         for (std::uint64_t token = 0; token < part.tokens; ++token) {
-            if (!routing.ranks[source].in_rank[token * ranks + rank]) continue;
+            if (!routing.ranks[source].kept[token * ranks + rank]) continue;
             ++received.rows;
             const auto row = part.x.begin() + static_cast<std::ptrdiff_t>(token * call.row_bytes);
             received.x.insert(received.x.end(), row, row + static_cast<std::ptrdiff_t>(call.row_bytes));
@@ -436,7 +483,7 @@ Combined expected_combine(const Script& script, const Call& call, std::uint32_t 
     const std::uint32_t nodes = *std::max_element(script.node_of.begin(), script.node_of.end()) + 1;
     Combined combined;
     for (std::uint64_t token = 0; token < home.tokens; ++token) {
-        const std::uint8_t* const present = routing.ranks[rank].in_rank.data() + token * ranks;
+        const std::uint8_t* const present = routing.ranks[rank].kept.data() + token * ranks;
         for (std::uint64_t column = 0; column < columns; ++column) {
             float acc = 0.0f;
             if (home.biases > 0) acc += widen(home.bias0, token * columns + column);

@@ -26,6 +26,8 @@ struct RankCall {
     Bytes x;
     Bytes scales;  // dispatch [tokens][scale_bytes]
     std::vector<std::uint8_t> in_rank;
+    std::vector<std::uint8_t> kept;  // of in_rank, what lies below rows_max at its destination
+    std::uint64_t rows_max = 0;      // the call's, unless this rank is made to disagree
     Bytes topk_idx;
     std::vector<float> weights;  // dispatch [tokens][topk], combine [rows][topk]
     std::uint32_t biases = 0;    // 0, 1, 2
@@ -45,6 +47,7 @@ struct Call {
     std::uint32_t index_bytes = 8;
     bool has_weights = false;
     std::uint32_t scale_bytes = 0;
+    std::uint64_t rows_max = 0;  // W; 0: none
     std::uint64_t num_experts = 0;
     std::vector<std::uint64_t> expert_first;
     std::int32_t routing = -1;  // the dispatch whose handle it takes; -1: it makes its own
@@ -81,7 +84,8 @@ struct ShapeOptions {
 Script make_shape(const ShapeOptions& shape, Random& random, Coverage& coverage);
 
 // The oracle: rows [source][destination] of a routing, who sends what where, byte by byte.
-std::vector<std::uint64_t> routing_matrix(const Script& script, const Call& dispatch);
+std::vector<std::uint64_t> routing_matrix(const Script& script, const Call& dispatch);  // of the rows kept
+std::vector<std::uint64_t> rows_sent_to(const Script& script, const Call& dispatch);    // [rank], kept or not
 const Call& routing_of(const Script& script, const Call& call);
 
 struct Received {

@@ -255,6 +255,7 @@ void World::begin(std::uint32_t rank) {
             request.index_bytes = call.index_bytes;
             request.topk = call.topk;
             if (part.has_weights) request.topk_weights = part.tokens > 0 ? part.weights.data() : &no_weight;
+            request.rows_max = part.rows_max;
             request.num_experts = call.num_experts;
             request.expert_first = call.expert_first;
         }

@@ -133,6 +133,7 @@ class World {
     void fail(std::uint32_t rank, const std::string& text);
     std::string check_dispatch(std::uint32_t rank) const;
     std::string check_handle(std::uint32_t rank) const;
+    std::string check_worst_tokens(std::uint32_t rank, std::uint64_t rows) const;
     std::string check_combine(std::uint32_t rank) const;
     std::string check_untouched(std::uint32_t rank, std::uint64_t begin, std::uint64_t end) const;
     std::string check_failure(std::uint32_t rank);

@@ -266,7 +266,8 @@ std::uint64_t Combine::send_whole(Outgoing& out, std::uint64_t budget) {
 }
 
 void Combine::close_chunk(Outgoing& out, std::uint64_t bytes, const Port::Piece& apart) {
-    const ChunkHeader header{epoch_, static_cast<std::uint32_t>(out.token - out.filled), out.filled};
+    const ChunkHeader header{epoch_, static_cast<std::uint32_t>(out.token - out.filled), out.filled,
+                             static_cast<std::uint32_t>(out.tokens)};
     std::memcpy(out.slot, &header, sizeof header);
     out.ring.close(bytes, apart);
     out.filled = 0;

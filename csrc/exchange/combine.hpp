@@ -53,7 +53,7 @@ class Combine final : public Operation {
     };
     enum class Taken : std::uint8_t { no, yes, blocked };
 
-    std::uint64_t needed(std::uint32_t rank) const override { return notify(rank).offer_needed; }
+    Need needed(std::uint32_t rank) const override { return {routing_.received(rank), notify(rank).offer_needed}; }
     void begin() override;
     std::uint64_t move(std::uint64_t budget) override;
     bool rows_done() const override;

@@ -33,6 +33,7 @@ Dispatch::Dispatch(Exchange& exchange, const DispatchRequest& request, std::shar
     header.scale_element = request_.scale_element;
     header.scale_bytes = request_.scale_bytes;
     header.num_experts = request_.num_experts;
+    header.rows_max = routing_->rows_max;
     header.tokens = request_.tokens;
     header.has_weights = has_weights_;
     header.offer_offset = request_.offer_offset;
@@ -43,20 +44,37 @@ Dispatch::Dispatch(Exchange& exchange, const DispatchRequest& request, std::shar
                 request_.expert_first);
 }
 
-std::uint64_t Dispatch::needed(std::uint32_t rank) const {
-    std::uint64_t total = 0;
-    for (std::uint32_t source = 0; source < exchange_.nodes().ranks(); ++source) total += notify_counts(source)[rank];
-    return dispatch_extent(total, row_).bytes;
+Operation::Need Dispatch::needed(std::uint32_t rank) const {
+    std::uint64_t rows = rows_max();
+    for (std::uint32_t source = 0; source < exchange_.nodes().ranks() && rows_max() == 0; ++source) {
+        rows += notify_counts(source)[rank];
+    }
+    return {rows, dispatch_extent(rows, row_).bytes};
+}
+
+std::uint64_t Dispatch::rows_of_extent(std::uint32_t rank) const {
+    return rows_max() > 0 ? rows_max() : routing_->received(rank);
 }
 
 Extent Dispatch::extent() const {
-    return dispatch_extent(received(), row_);
+    return dispatch_extent(rows_of_extent(exchange_.rank()), row_);
 }
 
 std::vector<std::uint64_t> Dispatch::expert_counts() const {
     if (!made_) return {};
-    const std::uint64_t first = request_.expert_first[exchange_.rank()];
-    std::vector<std::uint64_t> counts(request_.expert_first[exchange_.rank() + 1] - first, 0);
+    const std::uint32_t me = exchange_.rank();
+    const std::uint64_t first = request_.expert_first[me];
+    std::vector<std::uint64_t> counts(request_.expert_first[me + 1] - first, 0);
+    const bool overflowed = std::any_of(overflows_.begin(), overflows_.end(),
+                                        [&](const Overflow& overflow) { return overflow.rank == me; });
+    if (overflowed) {  // the notifies count rows that were not kept
+        const std::byte* const indices = exchange_.mine().data + request_.offer_offset + extent().indices;
+        for (std::uint64_t at = 0; at < received() * row_.topk; ++at) {
+            const std::int64_t id = load_index(indices, row_.index_bytes, at);
+            if (id >= 0) ++counts[static_cast<std::size_t>(id)];
+        }
+        return counts;
+    }
     for (std::uint32_t source = 0; source < routing_->ranks; ++source) {
         const std::uint32_t* const from = notify_counts(source) + routing_->ranks + routing_->nodes;
         for (std::size_t expert = 0; expert < counts.size(); ++expert) counts[expert] += from[expert];
@@ -70,6 +88,11 @@ void Dispatch::begin() {
     if (made_) complete_handle();
     open_targets();
     open_rings();
+    if (rows_max() == 0 || row_.topk == 0) return;
+    // The tail belongs to nobody: no expert.
+    std::byte* const indices = exchange_.mine().data + request_.offer_offset + extent().indices;
+    const std::uint64_t index_bytes = std::uint64_t{row_.topk} * row_.index_bytes;
+    std::memset(indices + received() * index_bytes, 0xFF, (rows_max() - received()) * index_bytes);
 }
 
 void Dispatch::complete_handle() {
@@ -80,11 +103,54 @@ void Dispatch::complete_handle() {
         std::copy_n(counts + ranks, made_->nodes, made_->node_matrix.begin() + std::ptrdiff_t{source} * made_->nodes);
     }
     made_->masks.resize(ranks);
+    if (made_->rows_max > 0) keep_what_fits();
+}
+
+// Rows lie in order of source rank and token, so that what lies beyond W is the last of it, from there on (SPEC E7).
+// All ranks have the same counts and clamp them alike; how many of another rank's rows still come to my node depends on
+// which of its tokens they are, which its ring says (ChunkHeader::ring_rows).
+void Dispatch::keep_what_fits() {
+    for (std::uint32_t to = 0; to < made_->ranks; ++to) {
+        const std::uint64_t total = made_->received(to);
+        if (total <= made_->rows_max) continue;
+        overflows_.push_back({to, total});
+        std::uint64_t room = made_->rows_max;
+        for (std::uint32_t source = 0; source < made_->ranks; ++source) {
+            std::uint32_t& rows = made_->matrix[std::size_t{source} * made_->ranks + to];
+            rows = static_cast<std::uint32_t>(std::min<std::uint64_t>(rows, room));
+            room -= rows;
+        }
+        clear_rows_from(to, made_->rows(exchange_.rank(), to));
+    }
+    if (overflows_.empty()) return;
+    std::uint32_t* const per_node = made_->node_matrix.data() + std::size_t{exchange_.rank()} * made_->nodes;
+    for (std::uint32_t node = 0; node < made_->nodes; ++node) {
+        const std::vector<std::uint32_t>& members = exchange_.nodes().members(node);
+        per_node[node] = 0;
+        for (std::uint64_t token = 0; token < made_->tokens; ++token) {
+            const std::uint8_t* const present = made_->in_rank.data() + token * made_->ranks;
+            per_node[node] +=
+                std::any_of(members.begin(), members.end(), [&](std::uint32_t rank) { return present[rank] != 0; });
+        }
+    }
+}
+
+void Dispatch::clear_rows_from(std::uint32_t rank, std::uint32_t kept) {
+    std::uint32_t seen = 0;
+    for (std::uint64_t token = 0; token < made_->tokens; ++token) {
+        std::uint8_t& present = made_->in_rank[token * made_->ranks + rank];
+        if (present != 0 && seen++ >= kept) present = 0;
+    }
+}
+
+// Distinct rows from `source` to the node, as its notify said.
+std::uint32_t Dispatch::announced(std::uint32_t source, std::uint32_t node) const {
+    return notify_counts(source)[exchange_.nodes().ranks() + node];
 }
 
 void Dispatch::open_targets() {
     for (const std::uint32_t rank : exchange_.nodes().members(exchange_.node())) {
-        const Extent extent = dispatch_extent(routing_->received(rank), row_);
+        const Extent extent = dispatch_extent(rows_of_extent(rank), row_);
         std::byte* const base = exchange_.port().memory()[rank].data + notify(rank).offer_offset;
         Target target;
         target.rank = rank;
@@ -109,16 +175,18 @@ void Dispatch::open_rings() {
         return dispatch_chunk(exchange_.shape().slot_bytes, row_, nodes.mask_words(node));
     };
     for (std::uint32_t node = 0; node < nodes.nodes(); ++node) {
-        const std::uint64_t count = routing_->node_rows(me, node);
-        if (node == exchange_.node() || count == 0) continue;
+        if (node == exchange_.node() || announced(me, node) == 0) continue;
+        const std::uint32_t count = routing_->node_rows(me, node);
         const ChunkShape chunk = chunk_for(node);
-        outgoing_.push_back(
-            {SendRing(exchange_, outer_sender(exchange_, node), epoch_, chunks_for(count, chunk.capacity)), node, chunk,
-             0, count});
+        const std::uint64_t chunks = std::max<std::uint64_t>(1, chunks_for(count, chunk.capacity));
+        Outgoing out{SendRing(exchange_, outer_sender(exchange_, node), epoch_, chunks), node, chunk, 0, count};
+        out.rows = count;
+        out.none_left = count == 0;
+        outgoing_.push_back(std::move(out));
     }
     chunk_in_ = chunk_for(exchange_.node());
     for (std::uint32_t source = 0; source < nodes.ranks(); ++source) {
-        const std::uint64_t count = routing_->node_rows(source, exchange_.node());
+        const std::uint32_t count = announced(source, exchange_.node());
         if (nodes.node_of(source) == exchange_.node() || count == 0) continue;
         if (nodes.entry(source, exchange_.node()) != me) continue;
         Incoming in{ReceiveRing(exchange_, inner_receiver(exchange_, source), epoch_), source, count, 0, 0, {}, {}};
@@ -126,7 +194,6 @@ void Dispatch::open_rings() {
             in.next.push_back(routing_->offset(source, target.rank));
             in.limit.push_back(in.next.back() + routing_->rows(source, target.rank));
         }
-        if (made_) made_->masks[source].reserve(count * nodes.mask_words(exchange_.node()));
         incoming_.push_back(std::move(in));
     }
     std::uint32_t words = 1;
@@ -253,6 +320,13 @@ bool Dispatch::in_node(std::uint64_t token, std::uint32_t node, std::uint64_t* m
 
 std::uint64_t Dispatch::pack(Outgoing& out, std::uint64_t tokens) {
     std::uint64_t moved = out.ring.flush() ? 1 : 0;
+    if (out.none_left) {
+        out.slot = out.ring.open();
+        if (out.slot == nullptr) return moved;
+        close_chunk(out);
+        out.none_left = false;
+        return moved + 1;
+    }
     if (out.rows_left == 0) return moved;
     const std::uint64_t end = std::min(request_.tokens, out.token + tokens);
     for (; out.token < end && out.rows_left > 0; ++out.token) {
@@ -293,7 +367,7 @@ void Dispatch::pack_row(Outgoing& out, const std::uint64_t* mask) {
 }
 
 void Dispatch::close_chunk(Outgoing& out) {
-    const ChunkHeader header{epoch_, out.packed, out.filled};
+    const ChunkHeader header{epoch_, out.packed, out.filled, out.rows};
     std::memcpy(out.slot, &header, sizeof header);
     if (exchange_.nodes().size(out.node) == 1) {
         const std::uint32_t target = out.ring.peer();  // nobody to forward to: its rows need no stop in the ring there
@@ -311,7 +385,7 @@ void Dispatch::close_chunk(Outgoing& out) {
 }
 
 bool Dispatch::check_chunk(const Incoming& in, const ChunkHeader& header) {
-    if (header.epoch == epoch_ && header.first_row == in.rows_read && header.rows > 0 &&
+    if (header.epoch == epoch_ && header.first_row == in.rows_read && (header.rows > 0 || header.ring_rows == 0) &&
         header.rows <= chunk_in_.capacity && header.rows <= in.rows_left) {
         return true;
     }
@@ -320,6 +394,22 @@ bool Dispatch::check_chunk(const Incoming& in, const ChunkHeader& header) {
              std::to_string(header.rows) + " of call " + std::to_string(header.epoch) + ", expected row " +
              std::to_string(in.rows_read) + " of call " + std::to_string(epoch_));
     return false;
+}
+
+// The first chunk of a ring says how many rows it really has: as many as announced, unless somebody overflows.
+bool Dispatch::begin_ring(Incoming& in, const ChunkHeader& header) {
+    if (header.ring_rows > in.rows_left || (header.ring_rows < in.rows_left && overflows_.empty())) {
+        fail(FailureReason::protocol, in.source,
+             "rank " + std::to_string(in.source) + " announced " + std::to_string(in.rows_left) +
+                 " rows for this node and begins to send " + std::to_string(header.ring_rows));
+        return false;
+    }
+    in.rows_left = header.ring_rows;
+    if (made_) {
+        made_->node_matrix[std::size_t{in.source} * made_->nodes + exchange_.node()] = header.ring_rows;
+        made_->masks[in.source].reserve(header.ring_rows * exchange_.nodes().mask_words(exchange_.node()));
+    }
+    return true;
 }
 
 std::uint64_t Dispatch::forward(Incoming& in, std::uint64_t budget) {
@@ -332,6 +422,7 @@ std::uint64_t Dispatch::forward(Incoming& in, std::uint64_t budget) {
         std::memcpy(&header, chunk, sizeof header);
         if (in.row == 0) {
             if (!check_chunk(in, header)) return moved;
+            if (in.rows_read == 0 && !begin_ring(in, header)) return moved;
             if (made_) {
                 const auto* const masks = reinterpret_cast<const std::uint64_t*>(chunk + chunk_in_.masks);
                 made_->masks[in.source].insert(made_->masks[in.source].end(), masks, masks + header.rows * words);

@@ -34,6 +34,14 @@ class Dispatch final : public Operation {
     // Once done (chunks_sent: at any time).
     std::shared_ptr<const Handle> handle() const { return made_ ? made_ : handle_; }
     std::uint64_t received() const { return routing_->received(exchange_.rank()); }
+    // Ranks that were sent more rows than num_worst_tokens, the same list on every rank: their rows from there on were
+    // not sent, and the handle's counts are those of the rows kept.
+    struct Overflow {
+        std::uint32_t rank = 0;
+        std::uint64_t total = 0;
+    };
+    const std::vector<Overflow>& overflows() const { return overflows_; }
+    std::uint64_t rows_max() const { return routing_->rows_max; }
     Extent extent() const;
     std::uint64_t chunks_sent() const override;
     std::vector<std::uint64_t> expert_counts() const;  // rows per local expert of mine; empty with a repeated handle
@@ -60,11 +68,13 @@ class Dispatch final : public Operation {
         std::uint32_t packed = 0;     // rows before the open chunk
         std::uint32_t filled = 0;     // rows in the open chunk
         std::byte* slot = nullptr;    // of the open chunk
+        std::uint32_t rows = 0;       // of the whole ring; 0: one chunk says so
+        bool none_left = false;       // rows were announced, and none is sent: that has still to be said
     };
     struct Incoming {
         ReceiveRing ring;
         std::uint32_t source = 0;
-        std::uint64_t rows_left = 0;
+        std::uint64_t rows_left = 0;       // before the first chunk: as announced
         std::uint32_t rows_read = 0;       // over all chunks
         std::uint32_t row = 0;             // next in the chunk at the front
         std::vector<std::uint64_t> next;   // [local index]: row number at that rank …
@@ -78,7 +88,7 @@ class Dispatch final : public Operation {
         const std::byte* scales = nullptr;   // [scale_bytes]
     };
 
-    std::uint64_t needed(std::uint32_t rank) const override;
+    Need needed(std::uint32_t rank) const override;
     void begin() override;
     std::uint64_t move(std::uint64_t budget) override;
     bool rows_done() const override;
@@ -86,6 +96,11 @@ class Dispatch final : public Operation {
     void describe(PeerProgress& row) const override;
 
     void complete_handle();
+    void keep_what_fits();
+    void clear_rows_from(std::uint32_t rank, std::uint32_t kept);
+    std::uint32_t announced(std::uint32_t source, std::uint32_t node) const;
+    std::uint64_t rows_of_extent(std::uint32_t rank) const;
+    bool begin_ring(Incoming& in, const ChunkHeader& header);
     void open_targets();
     void open_rings();
     std::uint64_t send(std::uint64_t budget);
@@ -115,6 +130,7 @@ class Dispatch final : public Operation {
     std::size_t turn_ = 0;          // which incoming ring goes first
     std::uint64_t near_token_ = 0;  // next of mine to go to my node
     bool near_done_ = false;
+    std::vector<Overflow> overflows_;
     ChunkShape chunk_in_;              // of what arrives: depends on my node's mask
     std::vector<std::uint64_t> mask_;  // scratch
 };

@@ -79,6 +79,11 @@ std::string routing_error(const DispatchRequest& request, const Shape& shape) {
         return "topk_idx is missing but num_topk is " + std::to_string(request.topk);
     }
     if (request.topk_weights != nullptr && request.topk == 0) return "topk_weights needs topk_idx";
+    if (request.rows_max > 0 && request.topk == 0) return "num_worst_tokens needs topk_idx";
+    if (request.rows_max > kCountMax) {
+        return "num_worst_tokens is " + std::to_string(request.rows_max) + ", must be at most " +
+               std::to_string(kCountMax);
+    }
     if (request.topk > 0 && request.index_bytes != 4 && request.index_bytes != 8) {
         return "topk_idx has elements of " + std::to_string(request.index_bytes) + " bytes, must be 4 or 8";
     }
@@ -163,6 +168,7 @@ std::shared_ptr<Handle> Exchange::make_handle(const DispatchRequest& request, st
     handle->ranks = ranks;
     handle->nodes = nodes().nodes();
     handle->tokens = request.tokens;
+    handle->rows_max = request.rows_max;
     handle->matrix.assign(std::size_t{ranks} * ranks, 0);
     handle->node_matrix.assign(std::size_t{ranks} * nodes().nodes(), 0);
     if (request.tokens > 0) handle->in_rank.assign(request.in_rank, request.in_rank + request.tokens * ranks);

@@ -39,7 +39,8 @@ struct DispatchRequest {
     const std::int32_t* per_expert = nullptr;
     std::uint64_t num_experts = 0;
     std::vector<std::uint64_t> expert_first;  // [ranks + 1]: rank r owns [first[r], first[r + 1]); empty with a handle
-    std::shared_ptr<const Handle> handle;     // repeat this routing
+    std::uint64_t rows_max = 0;               // W: results have so many rows, whatever comes; 0: as many as come
+    std::shared_ptr<const Handle> handle;     // repeat this routing, and its W
     std::uint64_t offer_offset = 0;           // where in my data region rows shall land, a multiple of 64
     std::uint64_t offer_capacity = 0;         // bytes
 
@@ -126,11 +127,15 @@ class Operation {
     Operation(Exchange& exchange, Kind kind, std::shared_ptr<const Handle> handle);
 
     // What the two kinds fill in.
-    virtual std::uint64_t needed(std::uint32_t rank) const = 0;  // bytes of the extent that the rank offered
-    virtual void begin() = 0;                                    // all notifies agree: every offset is known
-    virtual std::uint64_t move(std::uint64_t budget) = 0;        // bytes moved, ≥ 1 if anything happened
-    virtual bool rows_done() const = 0;                          // exchange → drain
-    virtual bool drained() = 0;                                  // drain → done; puts of mine included
+    struct Need {
+        std::uint64_t rows = 0;
+        std::uint64_t bytes = 0;
+    };
+    virtual Need needed(std::uint32_t rank) const = 0;     // of the extent that the rank offered
+    virtual void begin() = 0;                              // all notifies agree: every offset is known
+    virtual std::uint64_t move(std::uint64_t budget) = 0;  // bytes moved, ≥ 1 if anything happened
+    virtual bool rows_done() const = 0;                    // exchange → drain
+    virtual bool drained() = 0;                            // drain → done; puts of mine included
     virtual void describe(PeerProgress& row) const = 0;
 
     void fail(FailureReason reason, std::uint32_t rank, std::string text, Status status = Status::ok);

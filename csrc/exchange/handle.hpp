@@ -15,6 +15,7 @@ struct Handle {
     std::uint32_t ranks = 0;
     std::uint32_t nodes = 0;
     std::uint64_t tokens = 0;                       // of this rank
+    std::uint64_t rows_max = 0;                     // W of num_worst_tokens; 0: results are as long as what came
     std::vector<std::uint32_t> matrix;              // [source * ranks + destination]: rows
     std::vector<std::uint32_t> node_matrix;         // [source * nodes + node]: distinct rows
     std::vector<std::uint8_t> in_rank;              // [token * ranks + rank] of this rank's tokens

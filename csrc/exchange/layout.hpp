@@ -145,6 +145,8 @@ struct ChunkHeader {
     std::uint64_t epoch = 0;
     std::uint32_t first_row = 0;  // counted over all rows of this ring in this operation
     std::uint32_t rows = 0;
+    std::uint32_t ring_rows = 0;  // of the whole ring: fewer than announced where a destination overflows
+    std::uint32_t reserved = 0;
 };
 
 struct ChunkShape {

@@ -203,17 +203,19 @@ bool Operation::agree() {
 
 bool Operation::check_capacity() {
     for (std::uint32_t rank = 0; rank < exchange_.nodes().ranks(); ++rank) {
-        const std::uint64_t bytes = needed(rank);
+        const Need need = needed(rank);
         const std::uint64_t capacity = notify(rank).offer_capacity;
-        if (bytes <= capacity) continue;
-        std::uint64_t rows = 0;
-        for (std::uint32_t source = 0; source < exchange_.nodes().ranks(); ++source) {
-            rows += handle_ ? handle_->rows(source, rank) : notify_counts(source)[rank];
+        if (need.rows > kCountMax) {
+            fail(FailureReason::capacity, rank,
+                 "rank " + std::to_string(rank) + " would receive " + std::to_string(need.rows) + " rows, at most " +
+                     std::to_string(kCountMax) + " a call");
+            return false;
         }
+        if (need.bytes <= capacity) continue;
         fail(FailureReason::capacity, rank,
-             std::string(kind_name(static_cast<std::uint32_t>(kind_))) + " of " + std::to_string(rows) + " rows of " +
-                 std::to_string(notify(rank).row_bytes) + " bytes needs " + std::to_string(bytes) + " bytes on rank " +
-                 std::to_string(rank) + ", whose buffer has " + std::to_string(capacity) +
+             std::string(kind_name(static_cast<std::uint32_t>(kind_))) + " of " + std::to_string(need.rows) +
+                 " rows of " + std::to_string(notify(rank).row_bytes) + " bytes needs " + std::to_string(need.bytes) +
+                 " bytes on rank " + std::to_string(rank) + ", whose buffer has " + std::to_string(capacity) +
                  ": give the Buffer more num_nvl_bytes/num_rdma_bytes, or send fewer tokens a call");
         return false;
     }

@@ -23,6 +23,20 @@ class CapacityError(ExpertwireError):
     """A buffer, table or region is too small. The message has both numbers."""
 
 
+class WorstTokensError(CapacityError):
+    """A dispatch sent a rank more rows than `num_worst_tokens`: on every rank, after the operation has ended; the Buffer works on.
+
+    `rank` was sent `total` rows, `num_worst_tokens` were kept, in call `epoch`; of several ranks the first. `result` is what the dispatch
+    would have returned: the rows that were kept, and a handle whose counts are theirs.
+    """
+
+    def __init__(
+        self, message: str, rank: int = -1, total: int = 0, num_worst_tokens: int = 0, epoch: int = 0, result: object = None
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.total, self.num_worst_tokens, self.epoch, self.result = rank, total, num_worst_tokens, epoch, result
+
+
 class StateError(ExpertwireError, RuntimeError):
     """The object cannot do this now: destroyed, failed, in use, or used from a forked child."""
 

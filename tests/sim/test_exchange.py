@@ -59,6 +59,10 @@ SITUATIONS = (
     "submissions_pushed_back",
     "uneven_experts",
     "uneven_nodes",
+    "worst_tokens",
+    "worst_tokens_cached",
+    "worst_tokens_overflow",
+    "mismatch_of_worst_tokens",
 )
 
 

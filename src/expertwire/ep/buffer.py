@@ -370,7 +370,7 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[_Sent, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+    ) -> tuple[_Sent, torch.Tensor | None, torch.Tensor | None, list[int] | torch.Tensor | None, Handle | None, EventOverlap]:
         """Send each row to every rank that has one of its experts. Collective.
 
         Args:
@@ -378,23 +378,24 @@ class Buffer:
             handle: of an earlier dispatch: the same routing again; then every argument of the layout and top-k must be None.
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned.
             topk_idx: int64 or int32 [T, K], topk_weights: f32 [T, K]; both optional.
-            expert_alignment: the returned counts are rounded up to it; the real ones are in the handle.
-            num_worst_tokens: not there yet, only 0.
+            expert_alignment: the returned counts are rounded up to it; the real ones are `handle.real_counts`.
+            num_worst_tokens: W > 0, the same on all ranks, with topk_idx: what is returned has W rows, valid ones first, recv_topk_idx −1
+                behind them, other values there undefined; a combine takes W rows too. With a handle: its dispatch's, or 0.
             previous_event, async_finish, allocate_on_comm_stream: events are complete on CPU.
 
         Returns:
             recv_x [N, H] of x's dtype, by source rank, then source token, for FP8 (recv_x, recv_scales [N, S]) with row-major scales;
             recv_topk_idx [N, K] of local experts, −1 elsewhere;
-            recv_topk_weights f32 [N, K], 0.0 where the id is −1; rows per local expert; handle; event. With `handle` only recv_x and event.
+            recv_topk_weights f32 [N, K], 0.0 where the id is −1; rows per local expert, with `num_worst_tokens` as int32 [E_l]; handle;
+            event. With `handle` only recv_x and event.
 
         Raises:
             InvalidArgumentError: an argument cannot be used; nothing was sent. MismatchError: ranks called with different shapes.
-            CapacityError: a rank receives more than its data region has room for. PeerError, DeadlineError: the Buffer is failed.
+            CapacityError: a rank receives more than its data region has room for, or W rows would. WorstTokensError: a rank was sent more
+            than W rows, and kept W; on every rank, after the rows have moved. PeerError, DeadlineError: the Buffer is failed.
         """
         checks.events(config, previous_event, async_finish, allocate_on_comm_stream)
         alignment = require_int("expert_alignment", expert_alignment, 1)
-        if require_int("num_worst_tokens", num_worst_tokens, 0):
-            raise UnavailableError(f"num_worst_tokens is {num_worst_tokens}; it is not there yet, give 0")
         layout = {
             "num_tokens_per_rank": num_tokens_per_rank,
             "num_tokens_per_rdma_rank": num_tokens_per_rdma_rank,
@@ -405,24 +406,23 @@ class Buffer:
         }
         if handle is not None:
             routing = checks.handle(handle, self._identity)
+            checks.worst_tokens(num_worst_tokens, routing)
             checks.absent("when handle is given, which has the routing already", **layout)
             given = checks.payload("x", x, routing.num_tokens)
             with self._calling("dispatch"):
                 again = self.runtime.dispatch_again(given, routing)
             return cast(_Sent, again), None, None, None, None, _event(async_finish)
         given = checks.payload("x", x)
+        worst = checks.worst_tokens(num_worst_tokens, None)
         with self._calling("dispatch"):
-            fresh = checks.routing(given.x.shape[0], self.node_of, layout)
+            fresh = checks.routing(given.x.shape[0], self.node_of, layout, worst)
             received = self.runtime.dispatch(given, fresh, alignment, self._identity)
         made = received.handle
-        return (
-            cast(_Sent, received.rows),
-            received.topk_idx,
-            received.topk_weights,
-            made.num_recv_tokens_per_expert_aligned,
-            made,
-            _event(async_finish),
-        )
+        rows, counts = cast(_Sent, received.rows), made.returned_counts
+        result = (rows, received.topk_idx, received.topk_weights, counts, made, _event(async_finish))
+        if received.overflows:
+            raise checks.overflow(received.overflows, made, result)
+        return result
 
     @keywords()
     def combine(
@@ -439,9 +439,9 @@ class Buffer:
         """Bring rows back to the tokens that they came from, summed over ranks in fp32 in a fixed order, unweighted. Collective.
 
         Args:
-            x: rows bf16 [N, H], in the order in which the dispatch of `handle` received them, any strides. H is the same on all ranks, but
-                need not be the dispatch's. Contiguous rows inside the
-                data region, such as the received tensor written over in place, are read where they lie; others are copied there first.
+            x: rows bf16 [N, H] ([W, H] after `num_worst_tokens`), in the order in which the dispatch of `handle` received them.
+                Any strides. H is the same on all ranks, but need not be the dispatch's. Contiguous rows inside the data region, such as the
+                received tensor written over in place, are read where they lie; others are copied there first.
                 Either way nobody may write to x before the call returns.
             topk_weights: f32 [N, K], summed alike.
             bias: one tensor or two, bf16 [T, H], added first.
@@ -454,10 +454,10 @@ class Buffer:
         """
         checks.events(config, previous_event, async_finish, allocate_on_comm_stream)
         routing = checks.handle(handle, self._identity)
-        rows = checks.rows("x", x, routing.num_recv_tokens)
+        rows = checks.rows("x", x, routing.num_rows)
         weights = None
         if topk_weights is not None:
-            weights = checks.tensor("topk_weights", topk_weights, (torch.float32,), (routing.num_recv_tokens, "top-k"))
+            weights = checks.tensor("topk_weights", topk_weights, (torch.float32,), (routing.num_rows, "top-k"))
             require_int("topk_weights.shape[1]", weights.shape[1], 1)
         added = checks.biases(bias, routing.num_tokens, rows.shape[1])
         with self._calling("combine"):

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from expertwire.ep.config import Config, require_int
+from expertwire.ep.config import CALL_ROWS_MAX, Config, require_int
 from expertwire.ep.event import EventOverlap
 from expertwire.ep.handle import Handle
 from expertwire.ep.layout import expert_bounds
-from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
+from expertwire.errors import (
+    CapacityError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MismatchError,
+    StateError,
+    UnavailableError,
+    WorstTokensError,
+)
 
 # Device for "no device at all": meta, sparse and the like are named by it too.
 _DEVICES = ("cpu",)
@@ -154,9 +162,39 @@ class Routing:
     in_rank: torch.Tensor
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
+    num_worst_tokens: int
 
 
-def routing(tokens: int, node_of: Sequence[int], layout: Mapping[str, object]) -> Routing:
+def worst_tokens(value: object, of: Handle | None) -> int:
+    """`num_worst_tokens`: 0 or a number of rows; of a repeated dispatch the handle's."""
+    found = require_int("num_worst_tokens", value, 0, CALL_ROWS_MAX)
+    if of is None:
+        return found
+    if found not in (0, of.num_worst_tokens):
+        raise InvalidArgumentError(
+            f"num_worst_tokens is {found} and handle's dispatch had {of.num_worst_tokens}; it must be the same, or 0, when handle is given"
+        )
+    return of.num_worst_tokens
+
+
+def overflow(overflows: Sequence[tuple[int, int]], made: Handle, result: object) -> WorstTokensError:
+    """What every rank raises where a rank was sent more rows than `num_worst_tokens`."""
+    rank, total = overflows[0]
+    most, epoch = made.num_worst_tokens, made.native.epoch
+    others = [f"rank {other} of {rows}" for other, rows in overflows[1:]]
+    return WorstTokensError(
+        f"dispatch (call {epoch}): rank {rank} was sent {total} rows and num_worst_tokens is {most}; the last {total - most} were left out"
+        f"{', nor those that were too many for ' + ', '.join(others) if others else ''}. Give num_worst_tokens of at least "
+        f"{max(rows for _, rows in overflows)}; the Buffer works on, and `result` of this error has the rows that were kept",
+        rank,
+        total,
+        most,
+        epoch,
+        result,
+    )
+
+
+def routing(tokens: int, node_of: Sequence[int], layout: Mapping[str, object], num_worst_tokens: int) -> Routing:
     """Check what `get_dispatch_layout` returned and the top-k, each for itself. That the counts are those of `is_token_in_rank` and
     `topk_idx` is checked by the exchange, which counts anyway, before anything is sent."""
     ranks, nodes = len(node_of), max(node_of) + 1
@@ -177,4 +215,7 @@ def routing(tokens: int, node_of: Sequence[int], layout: Mapping[str, object]) -
         if topk_idx is None:
             raise InvalidArgumentError("topk_idx is None; it must be given when topk_weights is")
         topk_weights = tensor("topk_weights", layout["topk_weights"], (torch.float32,), (tokens, topk_idx.shape[1]))
-    return Routing(num_experts, expert_bounds(num_experts, ranks), per_rank, per_node, per_expert, in_rank, topk_idx, topk_weights)
+    if num_worst_tokens and topk_idx is None:
+        raise InvalidArgumentError(f"topk_idx is None; it must be given when num_worst_tokens is {num_worst_tokens}")
+    bounds = expert_bounds(num_experts, ranks)
+    return Routing(num_experts, bounds, per_rank, per_node, per_expert, in_rank, topk_idx, topk_weights, num_worst_tokens)

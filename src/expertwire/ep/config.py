@@ -54,6 +54,7 @@ _ALIGNMENT = 128
 REGION_BYTES_MAX = 1 << 48
 LOCAL_EXPERTS_MAX = 1 << 20
 ROWS_MAX = (1 << 31) - 1  # a row's source is an int32
+CALL_ROWS_MAX = (1 << 28) - 1  # what a word of the exchange counts to, beside its epoch
 HIDDEN_MAX = 1 << 24
 TOPK_MAX = 1 << 16
 

@@ -27,7 +27,8 @@ class Handle:
     node_of: tuple[int, ...]
     num_experts: int
     num_tokens: int  # rows of the dispatched x here
-    num_recv_tokens: int  # rows received here
+    num_recv_tokens: int  # rows received here, without those that num_worst_tokens had no room for
+    num_worst_tokens: int  # rows of what the dispatch returned, valid ones first; 0: num_recv_tokens, all valid
     num_topk: int  # 0 when dispatched without top-k
     expert_alignment: int
     num_recv_tokens_per_expert: tuple[int, ...]  # real counts of the local experts, before `expert_alignment`
@@ -39,6 +40,23 @@ class Handle:
         """What `dispatch` returned: each count rounded up to `expert_alignment`."""
         alignment = self.expert_alignment
         return [-(-count // alignment) * alignment for count in self.num_recv_tokens_per_expert]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the tensors that the dispatch returned, and of the input of a combine."""
+        return self.num_worst_tokens or self.num_recv_tokens
+
+    @cached_property
+    def real_counts(self) -> list[int] | torch.Tensor:
+        """Rows per local expert before `expert_alignment`, of the kind that the dispatch returned: int32 [E_l] with `num_worst_tokens`."""
+        counts = list(self.num_recv_tokens_per_expert)
+        return torch.tensor(counts, dtype=torch.int32) if self.num_worst_tokens else counts
+
+    @property
+    def returned_counts(self) -> list[int] | torch.Tensor:
+        """Rows per local expert as the dispatch returns them: rounded up to `expert_alignment`."""
+        counts = self.num_recv_tokens_per_expert_aligned
+        return torch.tensor(counts, dtype=torch.int32) if self.num_worst_tokens else counts
 
     @cached_property
     def num_tokens_matrix(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 ALIGNMENT = 64
 NOTIFY_HEADER_BYTES = 128
-CHUNK_HEADER_BYTES = 16
+CHUNK_HEADER_BYTES = 24
 COUNT_MAX = (1 << 28) - 1  # rows or chunks that one rank may count in one call
 
 

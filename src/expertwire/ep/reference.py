@@ -75,6 +75,18 @@ def reference_layout(topk_idx: torch.Tensor, num_experts: int, node_of: Sequence
     )
 
 
+def reference_keep(in_ranks: Sequence[torch.Tensor], num_worst_tokens: int) -> list[torch.Tensor]:
+    """What of bool[T_r, R] is kept where each rank keeps its first `num_worst_tokens` rows, in order of source rank and token."""
+    kept = [in_rank.clone() for in_rank in in_ranks]
+    for to in range(len(in_ranks)):
+        row = 0
+        for in_rank in kept:
+            for token in in_rank[:, to].nonzero().flatten().tolist():
+                in_rank[token, to] = row < num_worst_tokens
+                row += 1
+    return kept
+
+
 def reference_dispatch(
     xs: Sequence[torch.Tensor],
     in_ranks: Sequence[torch.Tensor],

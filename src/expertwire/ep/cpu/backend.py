@@ -46,6 +46,7 @@ class Received:
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     handle: Handle
+    overflows: list[tuple[int, int]]  # ranks that were sent more rows than num_worst_tokens, and how many
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -231,6 +232,7 @@ class CpuBackend:
             num_experts=routing.num_experts,
             num_tokens=sent.x.shape[0],
             num_recv_tokens=result.received,
+            num_worst_tokens=routing.num_worst_tokens,
             num_topk=topk,
             expert_alignment=expert_alignment,
             num_recv_tokens_per_expert=tuple(result.expert_counts),
@@ -240,13 +242,13 @@ class CpuBackend:
         )
         row_bytes = sent.x.shape[1] * torch.bfloat16.itemsize  # a combine's
         self._pool.reserve_for(handle, self._exchange.extent_bytes("combine", result.received, row_bytes, topk, 8, topk > 0))
-        rows, topk_idx, topk_weights = self._results(offer, result, sent, routing)
-        return Received(rows, topk_idx, topk_weights, handle)
+        rows, topk_idx, topk_weights = self._results(offer, result, sent, routing, handle.num_rows)
+        return Received(rows, topk_idx, topk_weights, handle, result.overflows)
 
     def dispatch_again(self, sent: Payload, handle: Handle) -> Rows:
         """Send rows by the routing of an earlier dispatch."""
         offer, result = self._exchange_rows(sent, None, handle)
-        return self._results(offer, result, sent, None)[0]
+        return self._results(offer, result, sent, None, handle.num_rows)[0]
 
     def combine(
         self, x: torch.Tensor, handle: Handle, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
@@ -260,8 +262,8 @@ class CpuBackend:
         try:
             self._exchange.combine(
                 _address(x),
-                x.shape[0],
-                x.shape[1] * x.element_size(),
+                handle.num_recv_tokens,
+                _row_bytes(x),
                 _address(weights),
                 topk,
                 bias_addresses[0],
@@ -315,6 +317,7 @@ class CpuBackend:
                 0 if routing is None else _address(routing.per_expert),
                 0 if routing is None else routing.num_experts,
                 [] if routing is None else routing.bounds,
+                0 if routing is None else routing.num_worst_tokens,
                 None if handle is None else handle.native,
                 offer.offset,
                 offer.length,
@@ -326,15 +329,15 @@ class CpuBackend:
         return offer, result
 
     def _results(
-        self, offer: Extent, result: DispatchResult, sent: Payload, routing: Routing | None
+        self, offer: Extent, result: DispatchResult, sent: Payload, routing: Routing | None, count: int
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None]:
         """Rows, ids and weights received: views of the data region, or copies where a view would eat into the reserve."""
-        received, layout = result.received, result.layout
-        memory = self._pool.keep(offer, result.used_bytes) if received else None
+        layout = result.layout
+        memory = self._pool.keep(offer, result.used_bytes) if count else None
         source = memory if memory is not None else self._pool.memory(Extent(offer.offset, result.used_bytes))
 
         def tensor(name: str, dtype: torch.dtype, width: int) -> torch.Tensor:
-            found = _over(source, layout[name] - offer.offset, dtype, (received, width))
+            found = _over(source, layout[name] - offer.offset, dtype, (count, width))
             return found if memory is not None else found.clone()
 
         x = tensor("x", sent.x.dtype, sent.x.shape[1])
