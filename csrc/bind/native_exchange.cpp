@@ -62,6 +62,7 @@ struct PyDispatchResult {
     bool has_indices = false;
     bool has_weights = false;
     bool has_scales = false;
+    bool spilled = false;
     std::uint64_t offer_offset = 0;
     std::vector<std::uint64_t> expert_counts;
     std::vector<exchange::Dispatch::Overflow> overflows;
@@ -118,7 +119,8 @@ PyDispatchResult PyExchange::dispatch(const DispatchRequest& request, std::int64
     result.has_indices = request.topk_idx != nullptr;
     result.has_weights = request.topk_weights != nullptr;
     result.has_scales = request.scale_bytes > 0;
-    result.offer_offset = request.offer_offset;
+    result.spilled = operation->spilled();
+    result.offer_offset = result.spilled ? 0 : request.offer_offset;
     result.expert_counts = operation->expert_counts();
     result.overflows = operation->overflows();
     return result;
@@ -228,10 +230,13 @@ void bind_records(nb::module_& module) {
         .def_ro("handle", &PyDispatchResult::handle)
         .def_ro("received", &PyDispatchResult::received, "Rows N.")
         .def_prop_ro("layout", &result_layout,
-                     "dict: byte offsets from the start of my data region: x [N, row_bytes], src_idx i32[N], topk_idx "
+                     "dict: byte offsets from the start of my data region, or of what was allocated: x [N, row_bytes], "
+                     "src_idx i32[N], topk_idx "
                      "[N, K] of the index type sent (local ids, -1 elsewhere; None without), topk_weights f32[N, K] (0 "
                      "where the id is -1; None without), scales [N, scale_bytes] (None without).")
-        .def_ro("used_bytes", &PyDispatchResult::used_bytes, "Bytes of the offered extent that hold the result.")
+        .def_ro("used_bytes", &PyDispatchResult::used_bytes,
+                "Bytes of the offered extent, or of what was allocated, that hold the result.")
+        .def_ro("spilled", &PyDispatchResult::spilled, "The result lies in what was allocated.")
         .def_ro("expert_counts", &PyDispatchResult::expert_counts,
                 "list[int]: rows per local expert (duplicates counted twice), not rounded; empty with a handle.")
         .def_prop_ro(
@@ -262,7 +267,8 @@ constexpr const char* kLayoutDoc =
 
 constexpr const char* kDispatchDoc =
     R"(Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by source rank,
-then source token, at offer_offset (a multiple of 64) in my data region.
+then source token, at offer_offset (a multiple of 64) in my data region. Where they do not fit there, they pass through it in
+rounds and are gathered in memory that allocate(bytes) gives, an address that is a multiple of 64.
 
 x: [tokens, row_bytes] contiguous, anywhere, of element type x_type. scales (scale_bytes 0: none): [tokens, scale_bytes] of
 element type scales_type ('' without). in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global ids of
@@ -276,7 +282,7 @@ handle: repeats that dispatch's routing and rows_max: in_rank, topk_idx, topk_we
 expert_first empty; tokens must be the handle's.
 
 Raises InvalidArgumentError (nothing started), MismatchError (ranks disagree: on every rank, the exchange stays usable),
-CapacityError (an offered extent is too small: on every rank, stays usable; the message has rank, rows, bytes and capacity),
+CapacityError (an offered extent is too small for one row, or for rows_max rows: on every rank, stays usable; the message has rank, rows, bytes and capacity),
 PeerError, DeadlineError, TransferError; after one of these three, or an interrupt, every call raises StateError.)";
 
 constexpr const char* kCombineDoc =
@@ -285,7 +291,7 @@ and writes their sums to out, bf16[tokens, row_bytes / 2] (tokens: the handle's)
 summed into out_weights f32[tokens, topk]. bias0, bias1 (0: none): bf16[tokens, row_bytes / 2].
 
 x inside my data region is read in place (weights may then lie there or not); elsewhere x and weights are copied to the
-offered extent first, which must hold extent_bytes('combine', …) bytes. Raises as dispatch.)";
+offered extent first, in rounds where it has fewer than extent_bytes('combine', …) bytes. Raises as dispatch.)";
 
 constexpr const char* kCountsDoc =
     R"(get_dispatch_layout's counting. topk_idx: address of contiguous [tokens, topk] ids of index_bytes (4 or 8) each. Writes
@@ -319,8 +325,12 @@ PyDispatchResult dispatch(PyExchange& self, std::uint64_t x, std::uint64_t token
                           std::uint64_t counts_per_rank, std::uint64_t counts_per_node, std::uint64_t counts_per_expert,
                           std::uint64_t num_experts, const std::vector<std::uint64_t>& expert_first,
                           std::uint64_t rows_max, const PyHandle* handle, std::uint64_t offer_offset,
-                          std::uint64_t offer_capacity, std::int64_t timeout_ms) {
+                          std::uint64_t offer_capacity, const nb::callable& allocate, std::int64_t timeout_ms) {
     DispatchRequest request;
+    request.allocate = [&allocate](std::uint64_t bytes) {  // by reference: copies are made without the GIL
+        const nb::gil_scoped_acquire acquired;
+        return pointer<std::byte>(nb::cast<std::uint64_t>(allocate(bytes)));
+    };
     request.x = pointer<const std::byte>(x);
     request.tokens = tokens;
     request.row_bytes = row_bytes;
@@ -396,7 +406,8 @@ void bind_exchange(nb::module_& module) {
         .def("dispatch", &dispatch, "x"_a, "tokens"_a, "row_bytes"_a, "x_type"_a, "scales"_a, "scale_bytes"_a,
              "scales_type"_a, "in_rank"_a, "topk_idx"_a, "topk_index_bytes"_a, "topk"_a, "topk_weights"_a,
              "counts_per_rank"_a, "counts_per_node"_a, "counts_per_expert"_a, "num_experts"_a, "expert_first"_a,
-             "rows_max"_a, "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a, kDispatchDoc)
+             "rows_max"_a, "handle"_a.none(), "offer_offset"_a, "offer_capacity"_a, "allocate"_a, "timeout_ms"_a,
+             kDispatchDoc)
         .def("combine", &combine, "x"_a, "rows"_a, "row_bytes"_a, "weights"_a, "topk"_a, "bias0"_a, "bias1"_a, "out"_a,
              "out_weights"_a, "handle"_a, "offer_offset"_a, "offer_capacity"_a, "timeout_ms"_a, kCombineDoc)
         .def("progress", &progress_rows, kProgressDoc)

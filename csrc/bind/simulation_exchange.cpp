@@ -31,6 +31,10 @@ Mutant mutant_named(const std::string& name) {
     if (name == "no_gate") return Mutant::no_gate;
     if (name == "no_epoch_in_counters") return Mutant::no_epoch_in_counters;
     if (name == "no_wait_for_notify") return Mutant::no_wait_for_notify;
+    if (name == "combine_without_notify") return Mutant::combine_without_notify;
+    if (name == "no_staging_credit") return Mutant::no_staging_credit;
+    if (name == "no_wait_for_window") return Mutant::no_wait_for_window;
+    if (name == "no_wait_for_readers") return Mutant::no_wait_for_readers;
     if (name == "long_write") return Mutant::long_write;
     throw nb::value_error(("no such mutant of the exchange: " + name).c_str());
 }

@@ -1,5 +1,6 @@
 // What a rank holds after a call against the oracle, byte by byte, and what lies around it against what lay there
 // before.
+#include <algorithm>
 #include <cstring>
 
 #include "bind/simulation_exchange_world.hpp"
@@ -34,7 +35,7 @@ std::string World::check_dispatch(std::uint32_t rank) const {
     const RankCall& part = call.ranks[rank];
     const Received expected = expected_dispatch(script_, call, rank);
     const exchange::Extent extent = member.dispatch->extent();
-    const std::byte* const base = member.data.data() + part.offer_offset;
+    const std::byte* const base = member.dispatch->results();
     if (member.dispatch->received() != expected.rows) {
         return "received " + std::to_string(member.dispatch->received()) + " rows, must be " +
                std::to_string(expected.rows);
@@ -51,7 +52,9 @@ std::string World::check_dispatch(std::uint32_t rank) const {
     if (wrong.empty()) wrong = check_worst_tokens(rank, expected.rows);
     if (wrong.empty() && member.dispatch->expert_counts() != expected.expert_counts) wrong = "expert counts differ";
     if (wrong.empty()) wrong = check_handle(rank);
-    if (wrong.empty()) wrong = check_untouched(rank, part.offer_offset, part.offer_offset + extent.bytes);
+    if (wrong.empty())
+        wrong =
+            check_untouched(rank, part.offer_offset, part.offer_offset + std::min(extent.bytes, part.offer_capacity));
     return wrong;
 }
 

@@ -239,7 +239,9 @@ std::uint64_t received_rows(const Script& script, const Call& call, std::uint32_
 
 // Lays out the data region of each rank for this call: pad, offered extent, pad, input in place, pad, weights in place.
 // Calls start at different places, so that what is left of older ones lies where new bytes belong.
-void place(Script& script, Call& call, Random& random) {
+// `rounds`: extents may be too small for all rows.
+void place(Script& script, Call& call, Random& random, Coverage* rounds) {
+    const bool narrow = rounds != nullptr && random.chance(0.25);
     for (std::uint32_t rank = 0; rank < script.node_of.size(); ++rank) {
         RankCall& part = call.ranks[rank];
         const std::uint64_t rows = received_rows(script, call, rank);
@@ -248,6 +250,14 @@ void place(Script& script, Call& call, Random& random) {
                                         : exchange::combine_extent(rows, call.row()).bytes;
         part.offer_offset = kPad + 64 * random.below(8);
         part.offer_capacity = bytes + 64 * random.below(3);
+        if (rounds != nullptr && rows > 1 && call.rows_max == 0 && (narrow || random.chance(0.1))) {
+            const std::uint64_t window = random.chance(0.3) ? 1 : random.between(1, rows - 1);
+            part.offer_capacity = call.kind == exchange::Kind::dispatch
+                                      ? exchange::dispatch_extent(window, call.row()).bytes
+                                      : exchange::combine_extent(window, call.row()).bytes;
+            (*rounds)["window_of_one_row"] += window == 1;
+            (*rounds)["combine_in_rounds"] += call.kind == exchange::Kind::combine && !part.x_in_place;
+        }
         part.x_offset = part.offer_offset + part.offer_capacity + kPad + 2 * random.below(16);
         part.weights_offset = rounded(part.x_offset + (part.x_in_place ? part.x.size() : 0)) + kPad;
         const std::uint64_t end =
@@ -266,7 +276,7 @@ void spoil(Script& script, Call& call, Random& random, Coverage& coverage) {
             call.kind != exchange::Kind::dispatch)
             return;
         const std::uint64_t rows = received_rows(script, call, victim);
-        part.offer_capacity = exchange::dispatch_extent(rows, call.row()).bytes - 64;
+        part.offer_capacity = exchange::dispatch_extent(call.rows_max > 0 ? rows : 1, call.row()).bytes - 64;
         call.outcome = Outcome::capacity;
         coverage["capacity_errors"]++;
     } else if (script.node_of.size() > 1 && call.kind == exchange::Kind::dispatch) {
@@ -309,7 +319,7 @@ Script make_script(Random& random, Coverage& coverage) {
             make_dispatch(script, call, random, coverage);
         }
         script.calls.push_back(std::move(call));
-        place(script, script.calls.back(), random);
+        place(script, script.calls.back(), random, &coverage);
         Call& last = script.calls.back();
         if (random.chance(0.08)) spoil(script, last, random, coverage);
         if (last.kind == exchange::Kind::dispatch && last.routing < 0 && last.outcome == Outcome::success) {
@@ -354,7 +364,7 @@ Script make_shape(const ShapeOptions& shape, Random& random, Coverage& coverage)
     }
     for (RankCall& part : dispatch.ranks) part.kept = part.in_rank;
     script.calls.push_back(std::move(dispatch));
-    place(script, script.calls.back(), random);
+    place(script, script.calls.back(), random, nullptr);
     if (shape.combine) {
         Call combine;
         combine.kind = exchange::Kind::combine;
@@ -369,7 +379,7 @@ Script make_shape(const ShapeOptions& shape, Random& random, Coverage& coverage)
             combine.ranks.push_back(std::move(part));
         }
         script.calls.push_back(std::move(combine));
-        place(script, script.calls.back(), random);
+        place(script, script.calls.back(), random, nullptr);
     }
     script.slack_bytes = kPad;
     return script;

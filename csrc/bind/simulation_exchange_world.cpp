@@ -230,6 +230,39 @@ void World::build_member(std::uint32_t rank, const Setup& setup) {
 
 // ---- calls
 
+exchange::DispatchRequest World::dispatch_request(std::uint32_t rank, std::shared_ptr<const exchange::Handle> handle) {
+    Member& member = members_[rank];
+    const Call& call = script_.calls[member.call];
+    const RankCall& part = call.ranks[rank];
+    exchange::DispatchRequest request;
+    request.x = part.x.data();
+    request.tokens = part.tokens;
+    request.row_bytes = part.row_bytes;
+    request.scales = part.scales.data();
+    request.scale_bytes = call.scale_bytes;
+    if (call.scale_bytes > 0) request.scale_element = exchange::Element::float32;
+    request.handle = std::move(handle);
+    request.offer_offset = part.offer_offset;
+    request.offer_capacity = part.offer_capacity;
+    request.allocate = [this, &member](std::uint64_t bytes) {
+        ++coverage_["dispatch_in_rounds"];
+        member.spill.assign(bytes, std::byte{0x3C});
+        return member.spill.data();
+    };
+    static const float no_weight = 0;  // stands for a tensor of no rows
+    if (!request.handle) {
+        request.in_rank = part.in_rank.data();
+        request.topk_idx = part.topk_idx.data();
+        request.index_bytes = call.index_bytes;
+        request.topk = call.topk;
+        if (part.has_weights) request.topk_weights = part.tokens > 0 ? part.weights.data() : &no_weight;
+        request.rows_max = part.rows_max;
+        request.num_experts = call.num_experts;
+        request.expert_first = call.expert_first;
+    }
+    return request;
+}
+
 void World::begin(std::uint32_t rank) {
     Member& member = members_[rank];
     const Call& call = script_.calls[member.call];
@@ -238,29 +271,8 @@ void World::begin(std::uint32_t rank) {
     std::shared_ptr<const exchange::Handle> handle;
     if (call.routing >= 0) handle = member.handles[static_cast<std::size_t>(call.routing)];
     if (call.kind == Kind::dispatch) {
-        exchange::DispatchRequest request;
-        request.x = part.x.data();
-        request.tokens = part.tokens;
-        request.row_bytes = part.row_bytes;
-        request.scales = part.scales.data();
-        request.scale_bytes = call.scale_bytes;
-        if (call.scale_bytes > 0) request.scale_element = exchange::Element::float32;
-        request.handle = handle;
-        request.offer_offset = part.offer_offset;
-        request.offer_capacity = part.offer_capacity;
-        static const float no_weight = 0;  // stands for a tensor of no rows
-        if (!handle) {
-            request.in_rank = part.in_rank.data();
-            request.topk_idx = part.topk_idx.data();
-            request.index_bytes = call.index_bytes;
-            request.topk = call.topk;
-            if (part.has_weights) request.topk_weights = part.tokens > 0 ? part.weights.data() : &no_weight;
-            request.rows_max = part.rows_max;
-            request.num_experts = call.num_experts;
-            request.expert_first = call.expert_first;
-        }
         member.before = member.data;
-        std::unique_ptr<exchange::Dispatch> made = member.exchange->dispatch(request, wrong);
+        std::unique_ptr<exchange::Dispatch> made = member.exchange->dispatch(dispatch_request(rank, handle), wrong);
         member.dispatch = made.get();
         member.operation = std::move(made);
     } else {

@@ -98,6 +98,7 @@ class World {
         std::size_t call = 0;                                          // next or under way
         std::unique_ptr<exchange::Operation> operation;
         exchange::Dispatch* dispatch = nullptr;  // the operation, if it is one
+        Bytes spill;                             // where a result is gathered that does not fit its extent
         Bytes before;                            // the data region when the call began
         Bytes out;
         std::vector<float> out_weights;
@@ -117,6 +118,7 @@ class World {
     std::uint64_t bytes_on_wire(std::uint32_t source, const PostCommand& command) const;
     bool step(std::uint32_t rank, std::uint64_t budget);
     void begin(std::uint32_t rank);
+    exchange::DispatchRequest dispatch_request(std::uint32_t rank, std::shared_ptr<const exchange::Handle> handle);
     void draw_first_epoch();
     bool epochs_used_up(std::uint32_t rank, const std::string& wrong);
     void finish(std::uint32_t rank, exchange::Step outcome);

@@ -14,6 +14,10 @@ enum class Mutant : std::uint8_t {
     publish_before_drain,     // a failing request turns terminal while its posted work is still in flight
     no_epoch_in_counters,     // exchange: words carry counts without their epoch
     no_wait_for_notify,       // exchange: rows leave before all notifies are here
+    combine_without_notify,   // exchange: a combine begins without waiting for a notify
+    no_staging_credit,        // exchange: a ring's slot is filled again before its chunk has been consumed
+    no_wait_for_window,       // exchange: a row is placed in a window before the row that was there has been taken
+    no_wait_for_readers,      // exchange: a row of a combine is copied over one that has not been read
     buffer_freed_at_timeout,  // the hard deadline turns a request terminal instead of quarantining its slots
     long_write,               // a write takes eight bytes more than it was asked for
     no_consumed_gate,         // low latency: rows leave before the peer has consumed the call before the last

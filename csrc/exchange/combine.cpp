@@ -57,8 +57,28 @@ void Combine::place_input(NotifyHeader& header) {
         weights_offset_ = static_cast<std::uint64_t>(weights - data);
     }
     header.offer_needed = copies_rows_ || copies_weights_ ? extent.bytes + (copies_weights_ ? weight_bytes : 0) : 0;
+    if (header.offer_needed > request_.offer_capacity) fit_window(header);
     header.rows_offset = rows_offset_;
     header.weights_offset = weights_offset_;
+}
+
+// Too small for all of it: rows pass through the extent in turn, each copied over one that has been read. Nobody can
+// wait in a circle: rows are numbered by (home, token), each reader reads a home's rows in that order, and whatever a
+// row waits for is of a lower home or of an earlier chunk of its own.
+void Combine::fit_window(NotifyHeader& header) {
+    const std::uint64_t rows = combine_window(request_.offer_capacity, request_.row());
+    if (rows == 0) {
+        header.offer_needed = combine_extent(1, request_.row()).bytes;  // more than there is: every rank says so
+        return;
+    }
+    copies_rows_ = true;
+    copies_weights_ = request_.topk > 0;
+    sends_whole_ = false;
+    window_ = header.window_rows = rows;
+    const Extent extent = combine_extent(rows, request_.row());
+    rows_offset_ = request_.offer_offset;
+    weights_offset_ = request_.offer_offset + extent.weights;
+    header.offer_needed = extent.bytes;
 }
 
 // Rows are ordered by home. Those of a home are read by the home itself if it is in my node, else by its entry here;
@@ -72,7 +92,7 @@ void Combine::find_stretches() {
         const std::uint32_t reader = near ? home : nodes.entry(home, exchange_.node());
         if (count == 0 || reader == me) continue;
         const std::uint64_t begin = routing_.offset(home, me);
-        stretches_.push_back({begin, begin + count});
+        stretches_.push_back({home, begin, begin + count});
     }
 }
 
@@ -99,8 +119,9 @@ void Combine::open_inputs() {
             input.rows = exchange_.port().memory()[rank].data + header.rows_offset;
             input.weights = exchange_.port().memory()[rank].data + header.weights_offset;
             input.complete = header.offer_needed == 0;
+            if (header.window_rows > 0) input.window = header.window_rows;
         }
-        input.next = routing_.offset(exchange_.rank(), rank);
+        input.first = input.next = routing_.offset(exchange_.rank(), rank);
         inputs_.push_back(input);
     }
 }
@@ -117,7 +138,8 @@ void Combine::open_rings() {
                      count,
                      0,
                      nullptr,
-                     {}};
+                     {},
+                     std::vector<std::uint64_t>(inputs_.size(), 0)};
         for (const Input& input : inputs_) out.next.push_back(routing_.offset(home, input.rank));
         outgoing_.push_back(std::move(out));
     }
@@ -136,6 +158,7 @@ std::uint64_t Combine::move(std::uint64_t budget) {
     for (std::size_t i = 0; i < outgoing_.size() && moved < budget; ++i) {
         Outgoing& out = outgoing_[(turn_ + i) % outgoing_.size()];
         moved += sends_whole_ ? send_whole(out, budget - moved) : reduce_for(out, budget - moved);
+        tell_read(out);
     }
     if (!outgoing_.empty()) turn_ = (turn_ + 1) % outgoing_.size();
     for (Incoming& in : incoming_) moved += in.ring.flush() ? 1 : 0;
@@ -156,14 +179,19 @@ std::uint64_t Combine::copy_in(std::uint64_t budget) {
     while (stretch_ < stretches_.size() && moved < budget) {
         const Stretch& stretch = stretches_[stretch_];
         const std::uint64_t row = std::max(copied_, stretch.begin);
-        const std::uint64_t count =
-            std::min(stretch.end - row, std::max<std::uint64_t>(1, kCopyBytes / request_.row_bytes));
+        std::uint64_t count = std::min(stretch.end - row, std::max<std::uint64_t>(1, kCopyBytes / request_.row_bytes));
+        const std::uint64_t slot = slot_of(row, window_);
+        if (window_ != kUnbounded) {
+            const std::uint64_t room = freed() + window_;
+            if (row >= room) return moved;
+            count = std::min({count, room - row, window_ - slot});
+        }
         if (copies_rows_) {
-            rows::copy(data + rows_offset_ + row * request_.row_bytes, request_.x + row * request_.row_bytes,
+            rows::copy(data + rows_offset_ + slot * request_.row_bytes, request_.x + row * request_.row_bytes,
                        count * request_.row_bytes, rows::Store::streaming);
         }
         if (copies_weights_) {
-            rows::copy(data + weights_offset_ + row * weight_bytes,
+            rows::copy(data + weights_offset_ + slot * weight_bytes,
                        reinterpret_cast<const std::byte*>(request_.weights) + row * weight_bytes, count * weight_bytes,
                        rows::Store::cached);
         }
@@ -177,6 +205,38 @@ std::uint64_t Combine::copy_in(std::uint64_t budget) {
         }
     }
     return moved;
+}
+
+// Rows of my input below this have been read by whoever reads them, or are read by myself, where they are.
+std::uint64_t Combine::freed() {
+    if (mutant(Mutant::no_wait_for_readers)) return request_.rows;
+    for (; freed_stretch_ < stretches_.size(); ++freed_stretch_) {
+        const Stretch& stretch = stretches_[freed_stretch_];
+        const std::uint64_t read = count_at(exchange_.layout().consumed(stretch.home));
+        if (stretch.begin + read < stretch.end) return stretch.begin + read;
+    }
+    return request_.rows;
+}
+
+// Whose input passes through a window is told how far it has been read.
+void Combine::tell_read() {
+    for (Input& input : inputs_) {
+        const std::uint64_t read = input.next - input.first;
+        if (input.window == kUnbounded || read == input.told) continue;
+        publish(input.rank, exchange_.layout().consumed(exchange_.rank()), read);
+        input.told = read;
+    }
+}
+
+void Combine::tell_read(Outgoing& out) {
+    for (std::size_t index = 0; index < inputs_.size(); ++index) {
+        const Input& input = inputs_[index];
+        if (input.window == kUnbounded) continue;
+        const std::uint64_t read = out.next[index] - routing_.offset(out.home, input.rank);
+        if (read == out.told[index]) continue;
+        publish(input.rank, exchange_.layout().consumed(out.home), read);
+        out.told[index] = read;
+    }
 }
 
 bool Combine::readable(Input& input, std::uint64_t row) {
@@ -215,8 +275,7 @@ std::uint64_t Combine::reduce_for(Outgoing& out, std::uint64_t budget) {
                 const std::size_t index = word * 64 + static_cast<std::size_t>(std::countr_zero(mask));
                 Input& input = inputs_[index];
                 if (!readable(input, out.next[index])) return moved;
-                add_row(input.rows + out.next[index] * request_.row_bytes,
-                        request_.topk > 0 ? input.weights + out.next[index] * weight_bytes : nullptr);
+                add_row(row_at(input, out.next[index]), weights_at(input, out.next[index]));
             }
         }
         sum_ends_.assign(1, static_cast<std::uint32_t>(sum_rows_.size()));
@@ -298,12 +357,10 @@ bool Combine::load_chunk(Incoming& in) {
 
 Combine::Taken Combine::take_near(const std::uint8_t* present) {
     Taken taken = Taken::no;
-    const std::uint64_t weight_bytes = request_.topk * sizeof(float);
     for (Input& input : inputs_) {
         if (!present[input.rank]) continue;
         if (!readable(input, input.next)) return Taken::blocked;
-        add_row(input.rows + input.next * request_.row_bytes,
-                request_.topk > 0 ? input.weights + input.next * weight_bytes : nullptr);
+        add_row(row_at(input, input.next), weights_at(input, input.next));
         taken = Taken::yes;
     }
     return taken;
@@ -370,6 +427,7 @@ std::uint64_t Combine::reduce_home(std::uint64_t budget) {
         advance(token_);
         ++token_;
     }
+    if (moved > 0) tell_read();
     return moved;
 }
 

@@ -25,6 +25,9 @@ class Combine final : public Operation {
         bool complete = false;        // in place, or mine: nothing to wait for
         std::uint64_t available = 0;  // rows known to be readable
         std::uint64_t next = 0;       // row of my own next token there
+        std::uint64_t window = kUnbounded;
+        std::uint64_t first = 0;  // row of my own first token there
+        std::uint64_t told = 0;   // rows of my own that it knows to be read
     };
     // As the entry of a home in another node: sums of my node's rows for it.
     struct Outgoing {
@@ -35,6 +38,7 @@ class Combine final : public Operation {
         std::uint32_t filled = 0;         // rows in the open chunk
         std::byte* slot = nullptr;        // of the open chunk
         std::vector<std::uint64_t> next;  // [local index]: its row of that token
+        std::vector<std::uint64_t> told;  // rows of the home that it knows to be read
     };
     // Sums of another node for my tokens.
     struct Incoming {
@@ -48,6 +52,7 @@ class Combine final : public Operation {
     };
     // Rows of my input that others read, and where they have to be put for that.
     struct Stretch {
+        std::uint32_t home = 0;
         std::uint64_t begin = 0;
         std::uint64_t end = 0;
     };
@@ -62,6 +67,16 @@ class Combine final : public Operation {
 
     void place_input(NotifyHeader& header);
     void find_stretches();
+    void fit_window(NotifyHeader& header);
+    std::uint64_t freed();
+    const std::byte* row_at(const Input& input, std::uint64_t row) const {
+        return input.rows + slot_of(row, input.window) * request_.row_bytes;
+    }
+    const std::byte* weights_at(const Input& input, std::uint64_t row) const {
+        return request_.topk > 0 ? input.weights + slot_of(row, input.window) * request_.topk * sizeof(float) : nullptr;
+    }
+    void tell_read();
+    void tell_read(Outgoing& out);
     void open_inputs();
     void open_rings();
     std::uint64_t copy_in(std::uint64_t budget);
@@ -91,8 +106,10 @@ class Combine final : public Operation {
     std::uint64_t weights_offset_ = 0;
     std::vector<Stretch> stretches_;  // to be copied
     std::size_t stretch_ = 0;
-    std::uint64_t copied_ = 0;   // rows below this are readable by my node
-    std::vector<Input> inputs_;  // [local index]
+    std::uint64_t window_ = kUnbounded;  // rows of my input that my extent holds at a time
+    std::size_t freed_stretch_ = 0;      // those below have been read
+    std::uint64_t copied_ = 0;           // rows below this are readable by my node
+    std::vector<Input> inputs_;          // [local index]
     std::vector<Outgoing> outgoing_;
     std::vector<Incoming> incoming_;  // by node, ascending
     std::size_t turn_ = 0;            // which outgoing ring goes first

@@ -22,8 +22,7 @@ Dispatch::Dispatch(Exchange& exchange, const DispatchRequest& request, std::shar
       routing_(made_ ? made_.get() : handle_.get()),
       row_(request.row()),
       store_(request.row_bytes >= kStreamBytes ? rows::Store::streaming : rows::Store::cached),
-      has_weights_(request.topk_weights != nullptr),
-      alone_(exchange.nodes().size(exchange.node()) == 1) {
+      has_weights_(request.topk_weights != nullptr) {
     if (made_) made_->epoch = epoch_;
     NotifyHeader header;
     header.row_bytes = request_.row_bytes;
@@ -49,7 +48,9 @@ Operation::Need Dispatch::needed(std::uint32_t rank) const {
     for (std::uint32_t source = 0; source < exchange_.nodes().ranks() && rows_max() == 0; ++source) {
         rows += notify_counts(source)[rank];
     }
-    return {rows, dispatch_extent(rows, row_).bytes};
+    const std::uint64_t bytes = dispatch_extent(rows, row_).bytes;
+    if (rows_max() > 0 || bytes <= notify(rank).offer_capacity) return {rows, bytes};
+    return {rows, dispatch_extent(1, row_).bytes};  // in rounds
 }
 
 std::uint64_t Dispatch::rows_of_extent(std::uint32_t rank) const {
@@ -68,7 +69,7 @@ std::vector<std::uint64_t> Dispatch::expert_counts() const {
     const bool overflowed = std::any_of(overflows_.begin(), overflows_.end(),
                                         [&](const Overflow& overflow) { return overflow.rank == me; });
     if (overflowed) {  // the notifies count rows that were not kept
-        const std::byte* const indices = exchange_.mine().data + request_.offer_offset + extent().indices;
+        const std::byte* const indices = results() + extent().indices;
         for (std::uint64_t at = 0; at < received() * row_.topk; ++at) {
             const std::int64_t id = load_index(indices, row_.index_bytes, at);
             if (id >= 0) ++counts[static_cast<std::size_t>(id)];
@@ -87,6 +88,7 @@ std::vector<std::uint64_t> Dispatch::expert_counts() const {
 void Dispatch::begin() {
     if (made_) complete_handle();
     open_targets();
+    if (window_of(exchange_.rank()) != kUnbounded) open_spill();
     open_rings();
     if (rows_max() == 0 || row_.topk == 0) return;
     // The tail belongs to nobody: no expert.
@@ -106,51 +108,10 @@ void Dispatch::complete_handle() {
     if (made_->rows_max > 0) keep_what_fits();
 }
 
-// Rows lie in order of source rank and token, so that what lies beyond W is the last of it, from there on (SPEC E7).
-// All ranks have the same counts and clamp them alike; how many of another rank's rows still come to my node depends on
-// which of its tokens they are, which its ring says (ChunkHeader::ring_rows).
-void Dispatch::keep_what_fits() {
-    for (std::uint32_t to = 0; to < made_->ranks; ++to) {
-        const std::uint64_t total = made_->received(to);
-        if (total <= made_->rows_max) continue;
-        overflows_.push_back({to, total});
-        std::uint64_t room = made_->rows_max;
-        for (std::uint32_t source = 0; source < made_->ranks; ++source) {
-            std::uint32_t& rows = made_->matrix[std::size_t{source} * made_->ranks + to];
-            rows = static_cast<std::uint32_t>(std::min<std::uint64_t>(rows, room));
-            room -= rows;
-        }
-        clear_rows_from(to, made_->rows(exchange_.rank(), to));
-    }
-    if (overflows_.empty()) return;
-    std::uint32_t* const per_node = made_->node_matrix.data() + std::size_t{exchange_.rank()} * made_->nodes;
-    for (std::uint32_t node = 0; node < made_->nodes; ++node) {
-        const std::vector<std::uint32_t>& members = exchange_.nodes().members(node);
-        per_node[node] = 0;
-        for (std::uint64_t token = 0; token < made_->tokens; ++token) {
-            const std::uint8_t* const present = made_->in_rank.data() + token * made_->ranks;
-            per_node[node] +=
-                std::any_of(members.begin(), members.end(), [&](std::uint32_t rank) { return present[rank] != 0; });
-        }
-    }
-}
-
-void Dispatch::clear_rows_from(std::uint32_t rank, std::uint32_t kept) {
-    std::uint32_t seen = 0;
-    for (std::uint64_t token = 0; token < made_->tokens; ++token) {
-        std::uint8_t& present = made_->in_rank[token * made_->ranks + rank];
-        if (present != 0 && seen++ >= kept) present = 0;
-    }
-}
-
-// Distinct rows from `source` to the node, as its notify said.
-std::uint32_t Dispatch::announced(std::uint32_t source, std::uint32_t node) const {
-    return notify_counts(source)[exchange_.nodes().ranks() + node];
-}
-
 void Dispatch::open_targets() {
     for (const std::uint32_t rank : exchange_.nodes().members(exchange_.node())) {
-        const Extent extent = dispatch_extent(rows_of_extent(rank), row_);
+        const std::uint64_t window = window_of(rank);
+        const Extent extent = dispatch_extent(std::min(window, rows_of_extent(rank)), row_);
         std::byte* const base = exchange_.port().memory()[rank].data + notify(rank).offer_offset;
         Target target;
         target.rank = rank;
@@ -164,6 +125,9 @@ void Dispatch::open_targets() {
             target.expert_end = static_cast<std::int64_t>(request_.expert_first[rank + 1]);
         }
         target.next = routing_->offset(exchange_.rank(), rank);
+        target.first = target.next;
+        target.window = target.granted = window;
+        windowed_ = windowed_ || window != kUnbounded;
         targets_.push_back(target);
     }
 }
@@ -181,18 +145,22 @@ void Dispatch::open_rings() {
         const std::uint64_t chunks = std::max<std::uint64_t>(1, chunks_for(count, chunk.capacity));
         Outgoing out{SendRing(exchange_, outer_sender(exchange_, node), epoch_, chunks), node, chunk, 0, count};
         out.rows = count;
+        out.direct = nodes.size(node) == 1 && window_of(out.ring.peer()) == kUnbounded;
         out.none_left = count == 0;
         outgoing_.push_back(std::move(out));
     }
     chunk_in_ = chunk_for(exchange_.node());
+    direct_ = nodes.size(exchange_.node()) == 1 && !windowed_;
     for (std::uint32_t source = 0; source < nodes.ranks(); ++source) {
         const std::uint32_t count = announced(source, exchange_.node());
         if (nodes.node_of(source) == exchange_.node() || count == 0) continue;
         if (nodes.entry(source, exchange_.node()) != me) continue;
-        Incoming in{ReceiveRing(exchange_, inner_receiver(exchange_, source), epoch_), source, count, 0, 0, {}, {}};
+        Incoming in{
+            ReceiveRing(exchange_, inner_receiver(exchange_, source), epoch_), source, count, 0, 0, 0, {}, {}, {}};
         for (const Target& target : targets_) {
             in.next.push_back(routing_->offset(source, target.rank));
             in.limit.push_back(in.next.back() + routing_->rows(source, target.rank));
+            in.told.push_back(0);
         }
         incoming_.push_back(std::move(in));
     }
@@ -204,7 +172,7 @@ void Dispatch::open_rings() {
 // ---- moving
 
 std::uint64_t Dispatch::move(std::uint64_t budget) {
-    std::uint64_t moved = 0;
+    std::uint64_t moved = spilled() ? collect(budget) : 0;
     // Forwarding first: it returns credit, and other ranks wait for it.
     for (std::size_t i = 0; i < incoming_.size() && moved < budget; ++i) {
         moved += forward(incoming_[(turn_ + i) % incoming_.size()], budget - moved);
@@ -236,8 +204,13 @@ std::uint64_t Dispatch::send(std::uint64_t budget) {
 std::uint64_t Dispatch::send_near(std::uint64_t tokens) {
     if (near_done_) return 0;
     std::uint64_t moved = 1;
+    const std::uint64_t begin = near_token_;
     const std::uint64_t end = std::min(request_.tokens, near_token_ + tokens);
     for (; near_token_ < end; ++near_token_) {
+        if (windowed_ && !near_granted(near_token_)) {
+            if (near_token_ == begin) return 0;
+            break;
+        }
         const std::uint8_t* const present = routing_->in_rank.data() + near_token_ * routing_->ranks;
         const std::byte* const row = request_.x + near_token_ * request_.row_bytes;
         const std::uint64_t slot = near_token_ * request_.topk;
@@ -252,6 +225,7 @@ std::uint64_t Dispatch::send_near(std::uint64_t tokens) {
             moved += request_.row_bytes;
         }
     }
+    if (windowed_) tell_near();
     if (near_token_ == request_.tokens) {
         near_done_ = true;
         finish_source(exchange_.rank());
@@ -269,8 +243,9 @@ void Dispatch::finish_source(std::uint32_t source) {
 }
 
 void Dispatch::place(const Target& target, std::uint64_t row, const std::byte* from, const RowMeta& meta) const {
-    rows::copy(target.rows + row * request_.row_bytes, from, request_.row_bytes, store_);
-    write_meta(target, row, meta);
+    const std::uint64_t slot = slot_of(row, target.window);
+    rows::copy(target.rows + slot * request_.row_bytes, from, request_.row_bytes, store_);
+    write_meta(target, slot, meta);
 }
 
 namespace {
@@ -369,7 +344,7 @@ void Dispatch::pack_row(Outgoing& out, const std::uint64_t* mask) {
 void Dispatch::close_chunk(Outgoing& out) {
     const ChunkHeader header{epoch_, out.packed, out.filled, out.rows};
     std::memcpy(out.slot, &header, sizeof header);
-    if (exchange_.nodes().size(out.node) == 1) {
+    if (out.direct) {
         const std::uint32_t target = out.ring.peer();  // nobody to forward to: its rows need no stop in the ring there
         const std::uint64_t first = routing_->offset(exchange_.rank(), target) + out.packed;
         const auto slot = static_cast<std::uint64_t>(out.slot - exchange_.mine().staging);
@@ -420,17 +395,19 @@ std::uint64_t Dispatch::forward(Incoming& in, std::uint64_t budget) {
         if (chunk == nullptr) break;
         ChunkHeader header;
         std::memcpy(&header, chunk, sizeof header);
-        if (in.row == 0) {
+        if (in.rows_noted == in.rows_read) {
             if (!check_chunk(in, header)) return moved;
             if (in.rows_read == 0 && !begin_ring(in, header)) return moved;
+            in.rows_noted += header.rows;
             if (made_) {
                 const auto* const masks = reinterpret_cast<const std::uint64_t*>(chunk + chunk_in_.masks);
                 made_->masks[in.source].insert(made_->masks[in.source].end(), masks, masks + header.rows * words);
             }
         }
         for (; in.row < header.rows && moved < budget; ++in.row) {
+            if (windowed_ && !row_granted(in, chunk)) break;
             if (!forward_row(in, chunk)) return moved;
-            moved += alone_ ? sizeof(RowMeta) : request_.row_bytes * 2;
+            moved += direct_ ? sizeof(RowMeta) : request_.row_bytes * 2;
         }
         if (in.row < header.rows) break;
         in.row = 0;
@@ -440,6 +417,7 @@ std::uint64_t Dispatch::forward(Incoming& in, std::uint64_t budget) {
         if (in.rows_left == 0) finish_source(in.source);
         in.ring.pop();
     }
+    if (windowed_) tell_forwarded(in);
     return moved;
 }
 
@@ -464,7 +442,7 @@ bool Dispatch::forward_row(Incoming& in, const std::byte* chunk) {
                 return false;
             }
             const std::uint64_t at = in.next[index]++;
-            if (alone_) {
+            if (direct_) {
                 write_meta(targets_[index], at, meta);
             } else {
                 place(targets_[index], at, row, meta);
@@ -485,7 +463,7 @@ bool Dispatch::all_arrived() const {
 }
 
 bool Dispatch::rows_done() const {
-    if (!near_done_) return false;
+    if (!near_done_ || (spilled() && taken_ < received())) return false;
     for (const Outgoing& out : outgoing_) {
         if (out.ring.sent() != out.ring.chunks()) return false;
     }
@@ -516,6 +494,9 @@ void Dispatch::describe(PeerProgress& row) const {
     row.rows_expected = routing_->rows(row.rank, exchange_.rank());
     row.rows_arrived = count_at(exchange_.layout().done(row.rank));
     if (row.rows_arrived < row.rows_expected) row.missing = "its rows";
+    for (const Target& target : targets_) {
+        if (target.rank == row.rank && !near_done_ && target.next >= target.granted) row.missing = "room in its window";
+    }
     for (const Outgoing& out : outgoing_) {
         if (out.ring.peer() != row.rank) continue;
         row.chunks_to_send += out.ring.chunks();

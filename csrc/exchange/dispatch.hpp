@@ -42,7 +42,11 @@ class Dispatch final : public Operation {
     };
     const std::vector<Overflow>& overflows() const { return overflows_; }
     std::uint64_t rows_max() const { return routing_->rows_max; }
-    Extent extent() const;
+    Extent extent() const;  // inside of results()
+    const std::byte* results() const {
+        return spill_ != nullptr ? spill_ : exchange_.mine().data + request_.offer_offset;
+    }
+    bool spilled() const { return spill_ != nullptr; }  // they lie in memory that the request allocated
     std::uint64_t chunks_sent() const override;
     std::vector<std::uint64_t> expert_counts() const;  // rows per local expert of mine; empty with a repeated handle
 
@@ -58,6 +62,10 @@ class Dispatch final : public Operation {
         std::int64_t expert_first = 0;
         std::int64_t expert_end = 0;
         std::uint64_t next = 0;  // row number for my own next token
+        std::uint64_t window = kUnbounded;
+        std::uint64_t granted = kUnbounded;  // rows below have room in it, as far as I know
+        std::uint64_t first = 0;             // row number of my first token
+        std::uint64_t told = 0;              // rows of mine that it knows to be in its window
     };
     struct Outgoing {
         SendRing ring;
@@ -69,6 +77,7 @@ class Dispatch final : public Operation {
         std::uint32_t filled = 0;     // rows in the open chunk
         std::byte* slot = nullptr;    // of the open chunk
         std::uint32_t rows = 0;       // of the whole ring; 0: one chunk says so
+        bool direct = false;          // rows go to their final place, only what goes with them into the ring
         bool none_left = false;       // rows were announced, and none is sent: that has still to be said
     };
     struct Incoming {
@@ -76,9 +85,11 @@ class Dispatch final : public Operation {
         std::uint32_t source = 0;
         std::uint64_t rows_left = 0;       // before the first chunk: as announced
         std::uint32_t rows_read = 0;       // over all chunks
+        std::uint32_t rows_noted = 0;      // of chunks that were checked and whose masks are in the handle
         std::uint32_t row = 0;             // next in the chunk at the front
         std::vector<std::uint64_t> next;   // [local index]: row number at that rank …
         std::vector<std::uint64_t> limit;  // … which stays below this
+        std::vector<std::uint64_t> told;   // rows that a rank with a window knows to be there
     };
     // What goes with a row besides its bytes.
     struct RowMeta {
@@ -100,6 +111,17 @@ class Dispatch final : public Operation {
     void clear_rows_from(std::uint32_t rank, std::uint32_t kept);
     std::uint32_t announced(std::uint32_t source, std::uint32_t node) const;
     std::uint64_t rows_of_extent(std::uint32_t rank) const;
+    std::uint64_t window_of(std::uint32_t rank) const;
+    void open_window(Target& target);
+    void open_spill();
+    bool granted(Target& target, std::uint64_t row);
+    bool near_granted(std::uint64_t token);
+    bool row_granted(const Incoming& in, const std::byte* chunk);
+    void tell_near();
+    void tell_forwarded(Incoming& in);
+    std::uint64_t arrived_in_order();
+    std::uint64_t collect(std::uint64_t budget);
+    void take_rows(std::uint64_t first, std::uint64_t count);
     bool begin_ring(Incoming& in, const ChunkHeader& header);
     void open_targets();
     void open_rings();
@@ -123,7 +145,8 @@ class Dispatch final : public Operation {
     const RowShape row_;
     const rows::Store store_;
     const bool has_weights_;
-    const bool alone_;             // my node is I alone: rows for me are put straight to their final place
+    bool direct_ = false;          // rows of other nodes for me are put straight to their final place
+    bool windowed_ = false;        // somebody in my node takes rows through a window
     std::vector<Target> targets_;  // [local index]
     std::vector<Outgoing> outgoing_;
     std::vector<Incoming> incoming_;
@@ -131,6 +154,11 @@ class Dispatch final : public Operation {
     std::uint64_t near_token_ = 0;  // next of mine to go to my node
     bool near_done_ = false;
     std::vector<Overflow> overflows_;
+    // My own window, if I have one: rows are taken out of it in order, into memory of my own.
+    std::byte* spill_ = nullptr;
+    std::uint64_t taken_ = 0;          // rows
+    std::uint32_t taking_source_ = 0;  // rows of sources below have all arrived …
+    std::uint64_t taking_first_ = 0;   // … and are so many
     ChunkShape chunk_in_;              // of what arrives: depends on my node's mask
     std::vector<std::uint64_t> mask_;  // scratch
 };

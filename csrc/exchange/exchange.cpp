@@ -123,6 +123,7 @@ std::unique_ptr<Dispatch> Exchange::dispatch(const DispatchRequest& request, std
     if (error.empty()) error = extent_error(request.offer_offset, request.offer_capacity);
     if (error.empty()) error = handle_error(request.handle);
     if (!error.empty()) return nullptr;
+    if (!request.allocate) error = "allocate is missing";
     if (request.row_bytes == 0) error = "x has rows of 0 bytes, must be at least 1";
     if (request.tokens > kCountMax) {
         error = "x has " + std::to_string(request.tokens) + " rows, at most " + std::to_string(kCountMax) + " a call";

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -43,6 +44,8 @@ struct DispatchRequest {
     std::shared_ptr<const Handle> handle;     // repeat this routing, and its W
     std::uint64_t offer_offset = 0;           // where in my data region rows shall land, a multiple of 64
     std::uint64_t offer_capacity = 0;         // bytes
+    // Where results are gathered when they do not fit what I offer: memory of so many bytes, 64-byte aligned.
+    std::function<std::byte*(std::uint64_t bytes)> allocate;
 
     RowShape row() const { return {row_bytes, scale_bytes, topk, index_bytes, topk_weights != nullptr}; }
 };

@@ -74,7 +74,7 @@ Layout::Layout(const Shape& shape) : shape_(shape) {
     notify_bytes_ =
         align_up(sizeof(NotifyHeader) + (ranks + nodes.nodes() + shape_.local_experts_max) * sizeof(std::uint32_t));
     notify_in_ =
-        align_up(word((6 + shape_.ring_slots) * ranks + (1 + shape_.ring_slots) * std::uint64_t{nodes.nodes()}));
+        align_up(word((8 + shape_.ring_slots) * ranks + (1 + shape_.ring_slots) * std::uint64_t{nodes.nodes()}));
     notify_out_ = notify_in_ + 2 * ranks * notify_bytes_;
     control_bytes_ = notify_out_ + ranks * notify_bytes_;
 
@@ -108,11 +108,17 @@ std::uint64_t Layout::ready(std::uint32_t peer) const {
 std::uint64_t Layout::read_done(std::uint32_t peer) const {
     return word(5 * std::uint64_t{shape_.nodes.ranks()} + peer);
 }
+std::uint64_t Layout::taken(std::uint32_t peer) const {
+    return word(6 * std::uint64_t{shape_.nodes.ranks()} + peer);
+}
+std::uint64_t Layout::consumed(std::uint32_t home) const {
+    return word(7 * std::uint64_t{shape_.nodes.ranks()} + home);
+}
 std::uint64_t Layout::arrived_inner(std::uint32_t source) const {
-    return word(6 * std::uint64_t{shape_.nodes.ranks()} + std::uint64_t{source} * shape_.ring_slots);
+    return word(8 * std::uint64_t{shape_.nodes.ranks()} + std::uint64_t{source} * shape_.ring_slots);
 }
 std::uint64_t Layout::credit_outer(std::uint32_t node) const {
-    return word((6 + std::uint64_t{shape_.ring_slots}) * shape_.nodes.ranks() + node);
+    return word((8 + std::uint64_t{shape_.ring_slots}) * shape_.nodes.ranks() + node);
 }
 std::uint64_t Layout::arrived_outer(std::uint32_t node) const {
     return credit_outer(shape_.nodes.nodes()) + word(std::uint64_t{node} * shape_.ring_slots);
@@ -200,6 +206,29 @@ Extent combine_extent(std::uint64_t rows, const RowShape& row) {
     extent.scales = align_up(extent.weights + (row.has_weights ? rows * row.topk * sizeof(float) : 0));
     extent.bytes = extent.scales;
     return extent;
+}
+
+namespace {
+
+template <class ExtentOf>
+std::uint64_t most_rows(std::uint64_t capacity, const RowShape& row, ExtentOf extent_of) {
+    std::uint64_t fits = 0;
+    std::uint64_t beyond = capacity / row.bytes + 1;
+    while (beyond - fits > 1) {
+        const std::uint64_t middle = fits + (beyond - fits) / 2;
+        (extent_of(middle, row).bytes <= capacity ? fits : beyond) = middle;
+    }
+    return fits;
+}
+
+}  // namespace
+
+std::uint64_t dispatch_window(std::uint64_t capacity, const RowShape& row) {
+    return most_rows(capacity, row, dispatch_extent);
+}
+
+std::uint64_t combine_window(std::uint64_t capacity, const RowShape& row) {
+    return most_rows(capacity, row, combine_extent);
 }
 
 }  // namespace expertwire::exchange

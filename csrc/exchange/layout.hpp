@@ -77,6 +77,8 @@ class Layout {
     std::uint64_t done(std::uint32_t source) const;         // rows of `source` that are in their final place here
     std::uint64_t ready(std::uint32_t peer) const;          // rows of the peer's combine input that may be read
     std::uint64_t read_done(std::uint32_t peer) const;      // 1: the peer will not read my combine input again
+    std::uint64_t taken(std::uint32_t peer) const;          // rows that the peer has taken out of its window
+    std::uint64_t consumed(std::uint32_t home) const;       // rows of `home` in my combine input that were read
 
     // Notify slots: what `source` has to say, by parity of the epoch; and what goes out to another node's rank `to`.
     std::uint64_t notify_slot_bytes() const { return notify_bytes_; }
@@ -135,6 +137,7 @@ struct NotifyHeader {
     std::uint64_t offer_offset = 0;    // bytes from the start of the sender's data region
     std::uint64_t offer_capacity = 0;  // bytes
     std::uint64_t offer_needed = 0;    // combine: bytes of the offer that copies of the input take; 0: read in place
+    std::uint64_t window_rows = 0;     // combine: of the input, that the offer holds at a time; 0: all of them
     std::uint64_t rows_offset = 0;     // combine: where the input lies in the data region, or will when it is copied
     std::uint64_t weights_offset = 0;
 };
@@ -181,5 +184,15 @@ struct Extent {
 
 Extent dispatch_extent(std::uint64_t rows, const RowShape& row);
 Extent combine_extent(std::uint64_t rows, const RowShape& row);  // row: as for combine_chunk
+
+// The most rows whose extent has at most `capacity` bytes (DESIGN "Buffers": what does not fit goes in rounds).
+std::uint64_t dispatch_window(std::uint64_t capacity, const RowShape& row);
+std::uint64_t combine_window(std::uint64_t capacity, const RowShape& row);
+
+// Where a row lies in a window that rows pass through in turn; kUnbounded: no window, all rows have their place.
+constexpr std::uint64_t kUnbounded = ~std::uint64_t{0};
+constexpr std::uint64_t slot_of(std::uint64_t row, std::uint64_t window) {
+    return row < window ? row : row % window;
+}
 
 }  // namespace expertwire::exchange

@@ -9,7 +9,7 @@ namespace expertwire::exchange {
 
 namespace {
 
-constexpr std::uint32_t kMagic = 0x45585732;  // "EXW2": the layout of NotifyHeader
+constexpr std::uint32_t kMagic = 0x45585733;  // "EXW3": the layout of NotifyHeader
 
 const char* kind_name(std::uint32_t kind) {
     if (kind == static_cast<std::uint32_t>(Kind::dispatch)) return "dispatch";
@@ -163,6 +163,7 @@ bool Operation::post_notifies() {
 
 bool Operation::notifies_here() {
     const Layout& layout = exchange_.layout();
+    if (mutant(Mutant::combine_without_notify) && kind_ == Kind::combine) notified_ = exchange_.nodes().ranks();
     while (notified_ < exchange_.nodes().ranks()) {
         const std::uint64_t offset = layout.notified(epoch_ % 2, notified_);
         const bool here = mutant(Mutant::no_wait_for_notify) ? load_word(exchange_.mine().control, offset) != 0

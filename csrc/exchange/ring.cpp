@@ -79,7 +79,7 @@ bool SendRing::reap(std::optional<Ticket>& ticket) {
 std::byte* SendRing::open() {
     if (closed_bytes_ != 0) return nullptr;
     const std::uint32_t slots = exchange_.shape().ring_slots;
-    if (sent_ >= slots && credited() + slots <= sent_) return nullptr;
+    if (sent_ >= slots && credited() + slots <= sent_ && !mutant(Mutant::no_staging_credit)) return nullptr;
     if (!reap(tickets_[sent_ % slots])) return nullptr;
     return exchange_.mine().staging + end_.local_base + slot_offset(exchange_.shape(), sent_);
 }

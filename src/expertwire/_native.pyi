@@ -2,7 +2,7 @@
 Expertwire's native core. Use expertwire.fabric and expertwire.ep; this module's names may change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy
@@ -351,17 +351,29 @@ class DispatchResult:
     @property
     def layout(self) -> dict:
         """
-        dict: byte offsets from the start of my data region: x [N, row_bytes], src_idx i32[N], topk_idx [N, K] of the index type sent (local ids, -1 elsewhere; None without), topk_weights f32[N, K] (0 where the id is -1; None without), scales [N, scale_bytes] (None without).
+        dict: byte offsets from the start of my data region, or of what was allocated: x [N, row_bytes], src_idx i32[N], topk_idx [N, K] of the index type sent (local ids, -1 elsewhere; None without), topk_weights f32[N, K] (0 where the id is -1; None without), scales [N, scale_bytes] (None without).
         """
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the offered extent that hold the result."""
+        """
+        Bytes of the offered extent, or of what was allocated, that hold the result.
+        """
+
+    @property
+    def spilled(self) -> bool:
+        """The result lies in what was allocated."""
 
     @property
     def expert_counts(self) -> list[int]:
         """
         list[int]: rows per local expert (duplicates counted twice), not rounded; empty with a handle.
+        """
+
+    @property
+    def overflows(self) -> list[tuple[int, int]]:
+        """
+        list[tuple[int, int]]: ranks that were sent more than rows_max rows, and how many; the same on every rank.
         """
 
 class Exchange:
@@ -379,10 +391,11 @@ class Exchange:
         with both numbers.
         """
 
-    def dispatch(self, x: int, tokens: int, row_bytes: int, x_type: str, scales: int, scale_bytes: int, scales_type: str, in_rank: int, topk_idx: int, topk_index_bytes: int, topk: int, topk_weights: int, counts_per_rank: int, counts_per_node: int, counts_per_expert: int, num_experts: int, expert_first: Sequence[int], handle: ExchangeHandle | None, offer_offset: int, offer_capacity: int, timeout_ms: int) -> DispatchResult:
+    def dispatch(self, x: int, tokens: int, row_bytes: int, x_type: str, scales: int, scale_bytes: int, scales_type: str, in_rank: int, topk_idx: int, topk_index_bytes: int, topk: int, topk_weights: int, counts_per_rank: int, counts_per_node: int, counts_per_expert: int, num_experts: int, expert_first: Sequence[int], rows_max: int, handle: ExchangeHandle | None, offer_offset: int, offer_capacity: int, allocate: Callable, timeout_ms: int) -> DispatchResult:
         """
         Sends row t of x to every rank r with in_rank[t, r] and returns what this rank received: rows ordered by source rank,
-        then source token, at offer_offset (a multiple of 64) in my data region.
+        then source token, at offer_offset (a multiple of 64) in my data region. Where they do not fit there, they pass through it in
+        rounds and are gathered in memory that allocate(bytes) gives, an address that is a multiple of 64.
 
         x: [tokens, row_bytes] contiguous, anywhere, of element type x_type. scales (scale_bytes 0: none): [tokens, scale_bytes] of
         element type scales_type ('' without). in_rank: bool[tokens, R]. topk_idx (0: none): [tokens, topk] global ids of
@@ -390,11 +403,13 @@ class Exchange:
         i32[RR] and counts_per_expert i32[num_experts] (each 0: counted here, per expert only from topk_idx): checked against in_rank
         and topk_idx. expert_first: R + 1 entries. Nothing is read where tokens is 0, but all ranks must agree on whether there are
         weights: a tensor of no rows is any address but 0.
-        handle: repeats that dispatch's routing: in_rank, topk_idx, topk_weights and counts must be 0, topk and num_experts 0,
+        rows_max (0: none): results have exactly so many rows, valid ones first, ids of the rest -1; needs topk_idx. A rank that would
+        receive more keeps the first of them.
+        handle: repeats that dispatch's routing and rows_max: in_rank, topk_idx, topk_weights and counts must be 0, topk and num_experts 0,
         expert_first empty; tokens must be the handle's.
 
         Raises InvalidArgumentError (nothing started), MismatchError (ranks disagree: on every rank, the exchange stays usable),
-        CapacityError (an offered extent is too small: on every rank, stays usable; the message has rank, rows, bytes and capacity),
+        CapacityError (an offered extent is too small for one row, or for rows_max rows: on every rank, stays usable; the message has rank, rows, bytes and capacity),
         PeerError, DeadlineError, TransferError; after one of these three, or an interrupt, every call raises StateError.
         """
 
@@ -405,7 +420,7 @@ class Exchange:
         summed into out_weights f32[tokens, topk]. bias0, bias1 (0: none): bf16[tokens, row_bytes / 2].
 
         x inside my data region is read in place (weights may then lie there or not); elsewhere x and weights are copied to the
-        offered extent first, which must hold extent_bytes('combine', …) bytes. Raises as dispatch.
+        offered extent first, in rounds where it has fewer than extent_bytes('combine', …) bytes. Raises as dispatch.
         """
 
     def progress(self) -> list:

@@ -34,6 +34,7 @@ class Case:
     seed: int = 0
     staging: int = 0  # num_rdma_bytes: small rings make credits turn round
     provider: str | None = None
+    data: int = 0  # num_nvl_bytes: a small region makes rounds
     scales: str = ""  # FP8 rows with scales of this dtype
 
     @property
@@ -162,7 +163,8 @@ def run_case(rank: Rank, case: Case) -> dict[str, Any]:
 
 def _run_case(rank: Rank, case: Case) -> dict[str, Any]:
     given = inputs(case, rank.rank)
-    buffer = rank.buffer(case.node_of, num_rdma_bytes=case.staging, provider=case.provider)
+    sizes = {"num_rdma_bytes": case.staging, **({"num_nvl_bytes": case.data} if case.data else {})}
+    buffer = rank.buffer(case.node_of, provider=case.provider, **sizes)
     region = buffer.get_local_buffer_tensor(torch.uint8)
     region[:POISONED_BYTES].fill_(POISON)
     per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(given.topk_idx, case.experts)

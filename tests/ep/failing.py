@@ -186,9 +186,9 @@ def other_type(rank: Rank, node_of: Sequence[int]) -> Described:
 
 
 def too_much(rank: Rank, node_of: Sequence[int]) -> Described:
-    """More rows than the data region of one rank has room for."""
+    """A row that the data region of a rank has no room for: what more rows need goes in rounds."""
     buffer = Buffer(rank.group, 64 << 10, node_of=node_of)
-    x = torch.ones((400, 256), dtype=torch.bfloat16)
+    x = torch.ones((400, 40 << 10), dtype=torch.bfloat16)
     ids = torch.zeros((400, 1), dtype=torch.int64)
     error = caught(lambda: dispatch_rows(buffer, x, ids, None))
     round_trip(buffer, rank.rank)

@@ -129,15 +129,24 @@ def test_a_result_that_would_eat_into_the_reserve_is_refused() -> None:
 def test_a_living_handle_keeps_room_for_its_combine() -> None:
     pool, _ = pool_of(16)
     holder = Holder()
-    pool.reserve_for(holder, 10 * PAGE)
-    assert pool.reserve_bytes == 10 * PAGE
+    pool.reserve_for(holder, 6 * PAGE)
+    assert pool.reserve_bytes == 6 * PAGE
     offer = pool.offer()
-    assert pool.keep(offer, 7 * PAGE) is None
+    assert pool.keep(offer, 11 * PAGE) is None
     pool.withdraw(offer)
     del holder
     gc.collect()
     assert pool.reserve_bytes == 4 * PAGE
-    assert pool.keep(pool.offer(), 7 * PAGE) is not None
+    assert pool.keep(pool.offer(), 11 * PAGE) is not None
+
+
+def test_no_more_than_half_is_kept_for_a_combine_that_goes_in_rounds_anyway() -> None:
+    pool, _ = pool_of(16)
+    holder = Holder()
+    pool.reserve_for(holder, 40 * PAGE)
+    assert pool.reserve_bytes == 8 * PAGE
+    assert pool.keep(pool.offer(), 8 * PAGE) is not None
+    del holder
 
 
 def test_memory_keeps_its_owner() -> None:

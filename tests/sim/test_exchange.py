@@ -32,6 +32,8 @@ SITUATIONS = (
     "began_while_others_were_behind",
     "capacity_errors",
     "combine_copied",
+    "combine_in_rounds",
+    "dispatch_in_rounds",
     "combine_in_place",
     "combine_only_weights_copied",
     "combine_weights",
@@ -59,6 +61,7 @@ SITUATIONS = (
     "submissions_pushed_back",
     "uneven_experts",
     "uneven_nodes",
+    "window_of_one_row",
     "worst_tokens",
     "worst_tokens_cached",
     "worst_tokens_overflow",
@@ -97,7 +100,19 @@ def test_same_seed_same_trace() -> None:
     assert len(set(first)) > 35, "one rank that is refused its second call leaves nearly no trace"
 
 
-@pytest.mark.parametrize("mutant", ["no_gate", "no_epoch_in_counters", "no_wait_for_notify", "long_write"])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        "no_gate",
+        "no_epoch_in_counters",
+        "no_wait_for_notify",
+        "combine_without_notify",
+        "no_staging_credit",
+        "no_wait_for_window",
+        "no_wait_for_readers",
+        "long_write",
+    ],
+)
 def test_the_oracle_catches(mutant: str) -> None:
     result = _simulation.run_exchange_seeds(0, MUTANT_SEEDS, mutant=mutant, stop=True)
     assert result["failures"], f"{mutant} went unseen through {MUTANT_SEEDS} seeds"

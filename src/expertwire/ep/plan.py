@@ -17,7 +17,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 ALIGNMENT = 64
-NOTIFY_HEADER_BYTES = 128
+NOTIFY_HEADER_BYTES = 136
 CHUNK_HEADER_BYTES = 24
 COUNT_MAX = (1 << 28) - 1  # rows or chunks that one rank may count in one call
 
@@ -144,7 +144,7 @@ def combine_extent(rows: int, row_bytes: int, topk: int, has_weights: bool) -> E
 def control_bytes(nodes: Nodes, local_experts_max: int, ring_slots: int) -> int:
     """Bytes of the control region: words, then notify slots by parity and source, then one outgoing slot per rank."""
     notify = align_up(NOTIFY_HEADER_BYTES + 4 * (nodes.ranks + nodes.count + local_experts_max))
-    return align_up(8 * ((6 + ring_slots) * nodes.ranks + (1 + ring_slots) * nodes.count)) + 3 * nodes.ranks * notify
+    return align_up(8 * ((8 + ring_slots) * nodes.ranks + (1 + ring_slots) * nodes.count)) + 3 * nodes.ranks * notify
 
 
 def staging_bytes(nodes: Nodes, rank: int, ring_slots: int, slot_bytes: int) -> int:

@@ -34,8 +34,19 @@ CLOSE_MS = 2000
 _GEOMETRIES = ((8, 1 << 20), (4, 1 << 20), (4, 512 << 10), (4, 256 << 10), (4, 128 << 10), (4, 64 << 10), (2, 64 << 10))
 _SMALLEST_UNASKED = (4, 256 << 10)
 
+Memory = ctypes.Array[ctypes.c_char] | torch.Tensor  # bytes
+
 # What stands for the address of a tensor without elements: not 0, which would say that there is no tensor. Never read.
 _NOWHERE = ctypes.create_string_buffer(64)
+
+
+@dataclass(frozen=True)
+class _Landed:
+    """Where the rows of a dispatch have come to: the extent offered, or, after rounds, memory of their own."""
+
+    offer: Extent
+    result: DispatchResult
+    spill: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,13 @@ def _type_name(tensor: torch.Tensor | None) -> str:
     return "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
-def _over(memory: ctypes.Array[ctypes.c_char], offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+def _over(memory: Memory, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor over a part of the memory, which it keeps alive."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
+    if isinstance(memory, torch.Tensor):
+        return memory[offset : offset + count * dtype.itemsize].view(dtype).view(tuple(shape))
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
 
@@ -223,7 +236,9 @@ class CpuBackend:
     def dispatch(self, sent: Payload, routing: Routing, expert_alignment: int, identity: object) -> Received:
         """Send rows by the routing given."""
         topk = 0 if routing.topk_idx is None else routing.topk_idx.shape[1]
-        offer, result = self._exchange_rows(sent, routing, None)
+        landed = self._exchange_rows(sent, routing, None)
+        result = landed.result
+        src_idx = result.layout["src_idx"], torch.int32, (result.received,)
         handle = Handle(
             native=result.handle,
             buffer=identity,
@@ -238,17 +253,16 @@ class CpuBackend:
             num_recv_tokens_per_expert=tuple(result.expert_counts),
             is_token_in_rank=routing.in_rank.clone(),
             # A copy: the handle shall not keep the rows' memory alive.
-            recv_src_idx=self.data_tensor(torch.int32, result.layout["src_idx"], (result.received,)).clone(),
+            recv_src_idx=_over(self._pool.whole if landed.spill is None else landed.spill, *src_idx).clone(),
         )
         row_bytes = sent.x.shape[1] * torch.bfloat16.itemsize  # a combine's
         self._pool.reserve_for(handle, self._exchange.extent_bytes("combine", result.received, row_bytes, topk, 8, topk > 0))
-        rows, topk_idx, topk_weights = self._results(offer, result, sent, routing, handle.num_rows)
+        rows, topk_idx, topk_weights = self._results(landed, sent, routing, handle.num_rows)
         return Received(rows, topk_idx, topk_weights, handle, result.overflows)
 
     def dispatch_again(self, sent: Payload, handle: Handle) -> Rows:
         """Send rows by the routing of an earlier dispatch."""
-        offer, result = self._exchange_rows(sent, None, handle)
-        return self._results(offer, result, sent, None, handle.num_rows)[0]
+        return self._results(self._exchange_rows(sent, None, handle), sent, None, handle.num_rows)[0]
 
     def combine(
         self, x: torch.Tensor, handle: Handle, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
@@ -295,8 +309,14 @@ class CpuBackend:
         finally:
             self._finalizer()
 
-    def _exchange_rows(self, sent: Payload, routing: Routing | None, handle: Handle | None) -> tuple[Extent, DispatchResult]:
+    def _exchange_rows(self, sent: Payload, routing: Routing | None, handle: Handle | None) -> _Landed:
         topk_idx = None if routing is None else routing.topk_idx
+        spills: list[torch.Tensor] = []
+
+        def allocate(length: int) -> int:
+            spills.append(self._outputs.empty((length,), torch.uint8))
+            return spills[0].data_ptr()
+
         offer = self._pool.offer()
         try:
             result = self._exchange.dispatch(
@@ -321,23 +341,28 @@ class CpuBackend:
                 None if handle is None else handle.native,
                 offer.offset,
                 offer.length,
+                allocate,
                 self.timeout_ms,
             )
         except UNSENT:
             self._pool.withdraw(offer)  # after any other failure it stays taken: rows may still arrive in it
             raise
-        return offer, result
+        return _Landed(offer, result, spills[0] if spills else None)
 
     def _results(
-        self, offer: Extent, result: DispatchResult, sent: Payload, routing: Routing | None, count: int
+        self, landed: _Landed, sent: Payload, routing: Routing | None, count: int
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None]:
-        """Rows, ids and weights received: views of the data region, or copies where a view would eat into the reserve."""
-        layout = result.layout
-        memory = self._pool.keep(offer, result.used_bytes) if count else None
-        source = memory if memory is not None else self._pool.memory(Extent(offer.offset, result.used_bytes))
+        """Rows, ids and weights received: views of the data region, copies where a view would eat into the reserve, or, after rounds, views
+        of memory of their own."""
+        offer, layout, used_bytes = landed.offer, landed.result.layout, landed.result.used_bytes
+        memory: Memory | None = landed.spill
+        if memory is None and count:
+            memory = self._pool.keep(offer, used_bytes)
+        source = memory if memory is not None else self._pool.memory(Extent(offer.offset, used_bytes))
+        first = 0 if landed.spill is not None else offer.offset
 
         def tensor(name: str, dtype: torch.dtype, width: int) -> torch.Tensor:
-            found = _over(source, layout[name] - offer.offset, dtype, (count, width))
+            found = _over(source, layout[name] - first, dtype, (count, width))
             return found if memory is not None else found.clone()
 
         x = tensor("x", sent.x.dtype, sent.x.shape[1])
@@ -347,6 +372,6 @@ class CpuBackend:
             topk_idx = tensor("topk_idx", routing.topk_idx.dtype, routing.topk_idx.shape[1])
         if routing is not None and routing.topk_weights is not None:
             topk_weights = tensor("topk_weights", torch.float32, routing.topk_weights.shape[1])
-        if memory is None:
+        if memory is None or landed.spill is not None:
             self._pool.withdraw(offer)
         return rows, topk_idx, topk_weights

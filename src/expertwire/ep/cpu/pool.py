@@ -77,8 +77,8 @@ class Pool:
     """Extents of one rank's data region, with a reserve.
 
     A result is kept in place only if the largest extent left then is at least the reserve: a quarter of the region, or the combine input of
-    any handle that lives, whichever is more. So there is always something to offer, and a combine always finds room for its input. A result
-    that would eat into the reserve is copied out by the caller.
+    any handle that lives, whichever is more, but no more than half of the region. So there is always something to offer, and a combine
+    goes in rounds only where its input is larger than that. A result that would eat into the reserve is copied out by the caller.
 
     Called under the Buffer's lock. Finalizers run at any time and in any thread, so they only leave word in a queue.
     """
@@ -95,7 +95,7 @@ class Pool:
     def reserve_bytes(self) -> int:
         """What must stay free, in one piece, after a result is kept."""
         self._drain()
-        return max(self._extents.capacity // 4, *self._needs.values(), 0)
+        return min(max(self._extents.capacity // 4, *self._needs.values(), 0), self._extents.capacity // 2)
 
     @property
     def free_bytes(self) -> int:
@@ -135,6 +135,11 @@ class Pool:
         memory = self.memory(Extent(offer.offset, used_bytes))
         weakref.finalize(memory, self._ended.append, used).atexit = False
         return memory
+
+    @property
+    def whole(self) -> ctypes.Array[ctypes.c_char]:
+        """All of the region."""
+        return self.memory(Extent(0, self._extents.capacity))
 
     def memory(self, extent: Extent) -> ctypes.Array[ctypes.c_char]:
         """The bytes of an extent. The array keeps the region mapped."""
