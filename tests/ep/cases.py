@@ -191,6 +191,7 @@ def _run_case(rank: Rank, case: Case) -> dict[str, Any]:
     out |= {"x": _plain(received), "scales": _plain(scales), "topk_idx": _plain(ids), "topk_weights": _plain(weights), "counts": counts}
     out |= {"real_counts": list(handle.num_recv_tokens_per_expert), "src_idx": _plain(handle.recv_src_idx)}
     out["prefix"] = _plain(handle.rank_prefix_matrix)
+    out["handle"] = [_plain(entry) for entry in handle]
     y = expert_output(received, rank.rank)
     if case.strided:
         y = _strided(y)

@@ -220,9 +220,9 @@ def test_what_callers_read(world: World, node_of: tuple[int, ...]) -> None:
         assert found["part"] == (3, 5)
         if max(node_of) == 0:
             received = found["prefix"][-1][rank]
-            assert found["handle"] == [(3, 3), None, None, (received,), (5, 3), None]
+            assert found["handle"] == [(3, 3), (3, 1), (3, 1), (received,), (5, 3), (5, 3)]
         else:
-            assert found["handle"] == [(5, 3), None, None, None, (2,), None, (3,), None, None, None]
+            assert found["handle"] == [(5, 3), (2, 1), (3, 1), None, (2,), None, (3,), None, (5, 2), None]
             assert found["prefix"] == sorted(found["prefix"])
 
 

@@ -73,6 +73,34 @@ def rows_and_scales(sent: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return (sent, torch.empty(len(sent), 0)) if isinstance(sent, torch.Tensor) else sent
 
 
+def handle_of(case: Case, rank: int, in_ranks: list[torch.Tensor], src_idx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """DeepEP's tuple for one channel of all tokens, counted token by token; None for what has no counterpart."""
+    nodes, mine = range(max(case.node_of) + 1), case.node_of[rank]
+    members = [[other for other, node in enumerate(case.node_of) if node == at] for at in nodes]
+    in_rank = in_ranks[rank]
+    in_node = torch.stack([in_rank[:, ranks].any(1) for ranks in members], dim=1)
+
+    def heads(chosen: torch.Tensor) -> torch.Tensor:
+        seen, rows = [0] * chosen.shape[1], torch.full(chosen.shape, -1, dtype=torch.int32)
+        for token, to in chosen.nonzero().tolist():
+            rows[token, to], seen[to] = seen[to], seen[to] + 1
+        return rows
+
+    def channel(chosen: torch.Tensor) -> torch.Tensor:
+        return chosen.sum(0, keepdim=True).t().int()
+
+    by_rank = torch.stack([one.sum(0) for one in in_ranks]).cumsum(0).int()
+    if len(nodes) == 1:
+        return by_rank, channel(in_rank), torch.zeros(case.ranks, 1).int(), src_idx, in_rank, heads(in_rank)
+    entering = []
+    for node in nodes:
+        through = [other for place, other in enumerate(members[node]) if members[mine][place % len(members[mine])] == rank]
+        through = [rank] if node == mine else through
+        entering.append(sum(int(in_ranks[other][:, members[mine]].any(1).sum()) for other in through))
+    by_node = torch.tensor(entering).cumsum(0).int()
+    return in_rank, channel(in_node), channel(in_rank), None, by_node, None, by_rank[:, rank], None, heads(in_node), None
+
+
 def expected(case: Case) -> list[dict[str, Any]]:
     """What run_case must give, by rank."""
     given = [inputs(case, rank) for rank in range(case.ranks)]
@@ -103,6 +131,7 @@ def expected(case: Case) -> list[dict[str, Any]]:
             "counts": [-(-count // 8) * 8 for count in received[rank].expert_counts],
             "src_idx": plain(received[rank].src_idx),
             "prefix": plain(prefix),
+            "handle": [plain(entry) for entry in handle_of(case, rank, in_ranks, received[rank].src_idx)],
             "combined": plain(combined[rank][0]),
             "combined_weights": plain(combined[rank][1]),
             "again": plain(again[rank].x),
@@ -117,7 +146,12 @@ def check(world: World, case: Case) -> None:
         assert want.keys() == got.keys()
         for name, value in want.items():
             where = f"{name} of rank {rank} in {case}"
-            if isinstance(value, np.ndarray):
+            if name == "handle":
+                assert len(value) == len(got[name]), where
+                for place, (entry, found) in enumerate(zip(value, got[name], strict=True)):
+                    assert (entry is None) == (found is None), f"entry {place} of {where}"
+                    np.testing.assert_array_equal(found, entry, err_msg=f"entry {place} of {where}")
+            elif isinstance(value, np.ndarray):
                 assert got[name].dtype == value.dtype, where
                 np.testing.assert_array_equal(got[name], value, err_msg=where)
             else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+
+from expertwire.ep.plan import Nodes
 
 if TYPE_CHECKING:
     from expertwire.fabric.native import ExchangeHandle
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 class Handle:
     """Routing of one dispatch. Belongs to the `Buffer` that made it, and stays valid until that is destroyed.
 
-    Indexes and unpacks like DeepEP's tuples: 6 entries on one node, 10 on several. Entries that describe DeepEP's channels and queues have
-    no counterpart here and are None.
+    Indexes and unpacks like DeepEP's tuples: 6 entries on one node, 10 on several, tokens in one channel. Entries that describe DeepEP's
+    queues between nodes have no counterpart here and are None.
     """
 
     native: ExchangeHandle = field(repr=False)
@@ -76,24 +78,62 @@ class Handle:
 
     @cached_property
     def recv_rdma_rank_prefix_sum(self) -> torch.Tensor:
-        """i32[RR]: where the rows of each node end here, as if ordered by node."""
-        nodes = max(self.node_of) + 1
-        rows = torch.zeros(nodes, dtype=torch.int32)
-        rows.index_add_(0, torch.tensor(self.node_of), self.num_tokens_matrix[:, self.rank])
-        return torch.cumsum(rows, dim=0, dtype=torch.int32)
+        """i32[RR]: rows that enter this node through this rank, added up over the nodes that they come from; of the own node, its own."""
+        nodes = Nodes(self.node_of)
+        mine = self.node_of[self.rank]
+        rows = [0] * nodes.count
+        for source, node in enumerate(self.node_of):
+            through = source if node == mine else nodes.entry(source, mine)
+            if through == self.rank:
+                rows[node] += self.native.node_matrix[source * nodes.count + mine]
+        return torch.cumsum(torch.tensor(rows, dtype=torch.int32), dim=0, dtype=torch.int32)
 
     @cached_property
-    def _entries(self) -> tuple[torch.Tensor | None, ...]:
+    def is_token_in_node(self) -> torch.Tensor:
+        """bool[T, RR]: whether a token goes to any rank of the node."""
+        nodes = Nodes(self.node_of)
+        return torch.stack([self.is_token_in_rank[:, nodes.members(node)].any(1) for node in range(nodes.count)], dim=1)
+
+    @property
+    def _entries(self) -> tuple[Callable[[], torch.Tensor] | None, ...]:
+        """Where DeepEP cuts the tokens into channels there is one channel here, of all of them."""
+
+        def channel(chosen: torch.Tensor) -> torch.Tensor:
+            return chosen.sum(0, dtype=torch.int32).unsqueeze(1)
+
         if max(self.node_of) == 0:
-            return (self.rank_prefix_matrix, None, None, self.recv_src_idx, self.is_token_in_rank, None)
-        by_node, by_rank = self.recv_rdma_rank_prefix_sum, self.recv_gbl_rank_prefix_sum
-        return (self.is_token_in_rank, None, None, None, by_node, None, by_rank, None, None, None)
+            return (
+                lambda: self.rank_prefix_matrix,
+                lambda: channel(self.is_token_in_rank),
+                lambda: torch.zeros((len(self.node_of), 1), dtype=torch.int32),
+                lambda: self.recv_src_idx,
+                lambda: self.is_token_in_rank,
+                lambda: _heads(self.is_token_in_rank),
+            )
+        return (
+            lambda: self.is_token_in_rank,
+            lambda: channel(self.is_token_in_node),
+            lambda: channel(self.is_token_in_rank),
+            None,
+            lambda: self.recv_rdma_rank_prefix_sum,
+            None,
+            lambda: self.recv_gbl_rank_prefix_sum,
+            None,
+            lambda: _heads(self.is_token_in_node),
+            None,
+        )
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __getitem__(self, index: int) -> torch.Tensor | None:
-        return self._entries[index]
+        entry = self._entries[index]
+        return None if entry is None else entry()
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
-        return iter(self._entries)
+        return (None if entry is None else entry() for entry in self._entries)
+
+
+def _heads(chosen: torch.Tensor) -> torch.Tensor:
+    """i32 like bool[T, …]: the how many-th of the tokens with the same destination each is, −1 where it does not go there."""
+    return torch.where(chosen, chosen.cumsum(0) - 1, -1).to(torch.int32)

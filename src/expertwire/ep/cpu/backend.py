@@ -74,6 +74,14 @@ def _type_name(tensor: torch.Tensor | None) -> str:
     return "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
+def _kept(in_rank: torch.Tensor, result: DispatchResult, rank: int) -> torch.Tensor:
+    """A copy, without what was left out for want of room in `num_worst_tokens`: of each rank's rows the last."""
+    if not result.overflows:
+        return in_rank.clone()
+    ranks = in_rank.shape[1]
+    return in_rank & (in_rank.cumsum(0) <= torch.tensor(result.handle.matrix[rank * ranks : (rank + 1) * ranks]))
+
+
 def _over(memory: Memory, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor over a part of the memory, which it keeps alive."""
     count = math.prod(shape)
@@ -251,7 +259,7 @@ class CpuBackend:
             num_topk=topk,
             expert_alignment=expert_alignment,
             num_recv_tokens_per_expert=tuple(result.expert_counts),
-            is_token_in_rank=routing.in_rank.clone(),
+            is_token_in_rank=_kept(routing.in_rank, result, self.rank),
             # A copy: the handle shall not keep the rows' memory alive.
             recv_src_idx=_over(self._pool.whole if landed.spill is None else landed.spill, *src_idx).clone(),
         )
