@@ -71,7 +71,12 @@ struct PyDispatchResult {
 class PyExchange {
   public:
     PyExchange(const PyContext& context, const exchange::Shape& shape)
-        : context_(context.context), driver_(*context_, shape), exchange_(shape, driver_, driver_.data_bytes()) {}
+        : context_(context.context), driver_(*context_, shape), exchange_(shape, driver_, driver_.data_bytes()) {
+        driver_.on_stall([](const std::string& text) {
+            const nb::gil_scoped_acquire acquired;
+            nb::module_::import_("logging").attr("getLogger")("expertwire.ep").attr("warning")("%s", text);
+        });
+    }
 
     PyDispatchResult dispatch(const DispatchRequest& request, std::int64_t timeout_ms);
     void combine(const CombineRequest& request, std::int64_t timeout_ms);

@@ -18,6 +18,8 @@ constexpr TimeNs kSliceNs = 50'000'000;          // Ctrl-C is answered within 10
 constexpr TimeNs kGraceNs = 500'000'000;         // from a failed put to the first word of who died …
 constexpr TimeNs kBlameNs = 8'000'000'000;       // … and until somebody is named without one (SPEC T19)
 constexpr TimeNs kTellNs = 500'000'000;          // for the verdict to reach the others before this rank may be gone
+constexpr TimeNs kStallNs = 2'000'000'000;       // without movement, until the first report of it …
+constexpr TimeNs kStallAgainNs = 5'000'000'000;  // … and the next ones
 constexpr TimeNs kSilentNs = 2'000'000'000;      // a heartbeat older than this is called silence
 
 const char* kind_name(const exchange::Operation& operation) {
@@ -195,16 +197,21 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
               ") did not end; destroy this Buffer and make a new one";
     refusal_ = {};
     left_since_ns_ = 0;
+    moved_ns_ = now_ns();
+    report_ns_ = moved_ns_ + kStallNs;
     publish(operation);
     Helping helping(context_);
     while (true) {
         const std::uint32_t seen = context_.doorbell().seen();
+        step = exchange::Step::waiting;
         const bool moved = turn(operation, step);
         if (step == exchange::Step::done || step == exchange::Step::failed) break;
         const TimeNs now = now_ns();
+        if (step == exchange::Step::progressed) moved_ns_ = now;
         if (now >= look) {
             interrupted();
             look = now + kSliceNs;
+            watch(operation);
         }
         if (moved) {
             idle_since = 0;
@@ -223,6 +230,17 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
     publish(operation);
     conclude(operation, operation.failure(), interrupted);
     broken_.clear();
+}
+
+void ExchangeDriver::watch(const exchange::Operation& operation) {
+    const TimeNs now = now_ns();
+    if (now - moved_ns_ < kStallNs) {
+        report_ns_ = moved_ns_ + kStallNs;
+    } else if (now >= report_ns_) {
+        report_ns_ = now + kStallAgainNs;
+        if (stalled_)
+            stalled_(where(operation) + "nothing has moved for " + seconds(now - moved_ns_) + table(operation));
+    }
 }
 
 // Nothing moved: is there a reason why nothing ever will?
@@ -353,12 +371,13 @@ std::string ExchangeDriver::peer_state(const exchange::Operation& operation, std
     const PeerPulse pulse = context_.pulse(rank);
     if (pulse.leaving) return "it has closed its Buffer";
     if (pulse.age_ns > kSilentNs) return "it is silent: no heartbeat for " + seconds(pulse.age_ns);
+    const std::string heard = " (heartbeat " + seconds(pulse.age_ns) + " ago)";
     if (pulse.call_sequence < operation.epoch()) {
-        return "it is not in this call: its last was call " + std::to_string(pulse.call_sequence);
+        return "it is not in this call: its last was call " + std::to_string(pulse.call_sequence) + heard;
     }
     const auto phase = static_cast<exchange::Phase>(pulse.phase & 0xFF);
     return "it is in call " + std::to_string(pulse.call_sequence) + ", phase " + exchange::phase_name(phase) +
-           ", and has sent " + std::to_string(pulse.phase >> 8) + " chunks over the fabric";
+           ", and has sent " + std::to_string(pulse.phase >> 8) + " chunks over the fabric" + heard;
 }
 
 std::string ExchangeDriver::table(const exchange::Operation& operation) const {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 import signal
 import threading
@@ -120,13 +122,17 @@ def leave_before_a_call(rank: Rank, node_of: Sequence[int], leaver: int, environ
 
 def deadline(rank: Rank, node_of: Sequence[int], absent: int) -> dict[str, Any]:
     """All but one rank dispatch; that one is elsewhere."""
-    buffer = Buffer(rank.group, 4 << 20, node_of=node_of, timeout_ms=1500)
+    buffer = Buffer(rank.group, 4 << 20, node_of=node_of, timeout_ms=2600)
     round_trip(buffer, rank.rank)
     out: dict[str, Any] = {}
     if rank.rank != absent:
+        reports = logging.handlers.BufferingHandler(100)
+        logging.getLogger("expertwire.ep").addHandler(reports)
         begin = time.monotonic()
         out["error"] = caught(lambda: dispatch(buffer, rank.rank))
         out["waited_s"] = time.monotonic() - begin
+        logging.getLogger("expertwire.ep").removeHandler(reports)
+        out["reports"] = [record.getMessage() for record in reports.buffer]
         out["later"] = caught(lambda: buffer.get_dispatch_layout(torch.zeros((1, 1), dtype=torch.int64), 4))
     rank.kept["deadline"] = buffer  # the absent rank lives on, it does not leave
     return out
@@ -180,6 +186,18 @@ def other_type(rank: Rank, node_of: Sequence[int]) -> Described:
     if rank.rank == 1:
         given = (torch.zeros((len(x), 2 * x.shape[1]), dtype=torch.float8_e4m3fn), torch.ones(len(x), 1))
     error = caught(lambda: dispatch_rows(buffer, given, ids, None))
+    round_trip(buffer, rank.rank)
+    buffer.destroy()
+    return error
+
+
+def other_handle(rank: Rank, node_of: Sequence[int]) -> Described:
+    """Two handles of equal shape; one rank combines by the other one."""
+    buffer = Buffer(rank.group, 4 << 20, node_of=node_of)
+    received, _, _, _, first, _ = dispatch(buffer, rank.rank)
+    second = dispatch(buffer, rank.rank)[4]
+    error = caught(lambda: buffer.combine(received, second if rank.rank == 1 else first))
+    buffer.combine(received, first)
     round_trip(buffer, rank.rank)
     buffer.destroy()
     return error

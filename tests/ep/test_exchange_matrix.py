@@ -164,6 +164,22 @@ def test_every_shape_as_the_oracle_says(world: World, table: str) -> None:
         check(world, case)
 
 
+@pytest.mark.parametrize("node_of", [(0,) * 9, (0,) * 9 + (1, 1)], ids=str)
+def test_nodes_of_more_than_eight(world: World, node_of: tuple[int, ...]) -> None:
+    check(world, Case(node_of, some(len(node_of), 30), topk=11, experts=50, biases=1, seed=31))
+
+
+def test_nodes_of_sixteen() -> None:
+    """Sixteen ranks, in one node and in two of which one has nine: no mask of eight anywhere."""
+    own = World(16)
+    try:
+        for node_of in ((0,) * 16, (0,) * 7 + (1,) * 9):
+            check(own, Case(node_of, some(16, 30), topk=13, experts=70, biases=2, seed=32))
+        own.forget()
+    finally:
+        own.close()
+
+
 @pytest.mark.parametrize(
     ("table", "provider"),
     [("4 by 2", "local"), ("4 by 2", "tcp"), ("5 uneven", "tcp"), ("8 by 4", "tcp")],

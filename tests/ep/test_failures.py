@@ -142,8 +142,11 @@ def test_a_deadline_says_who_is_missing(world: World, node_of: tuple[int, ...]) 
         assert "rank 1" in message
         assert "notify" in message
         assert "not in this call" in message
-        assert "1.5 s" in message
-        assert 1.4 < results[rank]["waited_s"] < 4
+        assert "2.6 s" in message
+        assert 2.5 < results[rank]["waited_s"] < 5
+        assert len(results[rank]["reports"]) == 1, "after 2 s, and then only every 5 s"
+        assert "nothing has moved for 2." in results[rank]["reports"][0]
+        assert "rank 1: waiting for its notify; it is not in this call: its last was call 2 (heartbeat " in results[rank]["reports"][0]
         assert results[rank]["later"][0] == "StateError"
         assert "DeadlineError" in results[rank]["later"][2]
     assert max(world.run(3, failing.end_of_deadline)) < DESTROYED_S
@@ -156,6 +159,9 @@ def test_another_call_is_named_and_survived(world: World, node_of: tuple[int, ..
         assert "rank 1" in message
         assert "dispatch" in message
         assert "combine" in message
+    for kind, _, message in world.run(3, failing.other_handle, node_of):
+        assert kind == "MismatchError"
+        assert "the handle (number of its dispatch, 0: none) is 1 on rank 0 and 2 on rank 1" in message
     for kind, _, message in world.run(3, failing.other_shape, node_of):
         assert kind == "MismatchError"
         assert "rank 1" in message

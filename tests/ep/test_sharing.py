@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ep import odd, work
+from ep import odd, overlap, work
 from harness import World
 
 
@@ -24,6 +24,21 @@ def test_results_live_until_dropped(world: World, node_of: tuple[int, ...]) -> N
 @pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
 def test_two_batches_interleave(world: World, node_of: tuple[int, ...]) -> None:
     assert world.run(2, work.two_batches, node_of) == [24, 24]
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
+def test_two_buffers_of_two_threads(world: World, node_of: tuple[int, ...]) -> None:
+    assert world.run(2, overlap.two_buffers, node_of) == [16, 16]
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 1, 1)], ids=str)
+def test_a_wait_holds_up_no_other_buffer(world: World, node_of: tuple[int, ...]) -> None:
+    assert all(world.run(3, overlap.waits_beside, node_of))
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 1, 1)], ids=str)
+def test_handles_of_every_kind_live_beside_each_other(world: World, node_of: tuple[int, ...]) -> None:
+    assert all(world.run(3, overlap.mixed_batches, node_of))
 
 
 def test_threads_are_serialised(world: World) -> None:
