@@ -126,12 +126,19 @@ class Handle:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @cached_property
+    def _found(self) -> dict[int, torch.Tensor]:
+        return {}
+
     def __getitem__(self, index: int) -> torch.Tensor | None:
-        entry = self._entries[index]
-        return None if entry is None else entry()
+        place = range(len(self))[index]
+        entry = self._entries[place]
+        if entry is None:
+            return None
+        return self._found[place] if place in self._found else self._found.setdefault(place, entry())
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
-        return (None if entry is None else entry() for entry in self._entries)
+        return (self[place] for place in range(len(self)))
 
 
 def _heads(chosen: torch.Tensor) -> torch.Tensor:
