@@ -16,10 +16,11 @@
 
 namespace expertwire {
 
-void bind_context(nanobind::module_& module);   // native_context.cpp; also registers Failure → expertwire.errors
-void bind_provider(nanobind::module_& module);  // native_provider.cpp
-void bind_exchange(nanobind::module_& module);  // native_exchange.cpp
-void bind_liveness(nanobind::module_& module);  // native_liveness.cpp
+void bind_context(nanobind::module_& module);      // native_context.cpp; also registers Failure → expertwire.errors
+void bind_provider(nanobind::module_& module);     // native_provider.cpp
+void bind_exchange(nanobind::module_& module);     // native_exchange.cpp
+void bind_low_latency(nanobind::module_& module);  // native_low_latency.cpp
+void bind_liveness(nanobind::module_& module);     // native_liveness.cpp
 
 namespace bind {
 

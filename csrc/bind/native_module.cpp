@@ -14,6 +14,7 @@ NB_MODULE(_native, module) {
     expertwire::bind_context(module);
     expertwire::bind_provider(module);
     expertwire::bind_exchange(module);
+    expertwire::bind_low_latency(module);
     expertwire::bind_liveness(module);
     module.def(
         "memory_available",

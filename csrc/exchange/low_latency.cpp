@@ -197,17 +197,22 @@ std::optional<std::uint64_t> LowLatency::combine_buffer(const LowLatencyHandle& 
 // Tickets that have ended give back what they hold, at once: others may be waiting for room in the same table.
 bool LowLatency::reap(std::uint32_t parity, std::uint32_t& rank, Status& status) {
     bool good = true;
+    std::vector<std::uint32_t> unreached;
     std::erase_if(outgoing_[parity], [&](const Outgoing& out) {
         if (!out.ticket.valid()) return false;
         const Status now = port_.status(out.ticket);
         if (now == Status::pending) return false;
-        if (now != Status::ok && !masked_[out.rank]) {
-            good = false;
-            rank = out.rank;
-            status = now;
+        if (now == Status::ok || masked_[out.rank]) return true;
+        if (mask_what_fails_) {
+            unreached.push_back(out.rank);
+            return true;
         }
+        good = false;
+        rank = out.rank;
+        status = now;
         return true;
     });
+    for (const std::uint32_t lost : unreached) mask(lost, true);
     return good;
 }
 

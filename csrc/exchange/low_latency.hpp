@@ -20,6 +20,8 @@
 
 namespace expertwire::exchange {
 
+const char* kind_name(Kind kind);
+
 // What a dispatch leaves for its combine. Its counts are there once its hook has run.
 struct LowLatencyHandle {
     std::shared_ptr<const char> owner;  // identity of the LowLatency that made it
@@ -191,6 +193,8 @@ class LowLatency {
     // Taken back: it is told what it missed.
     void mask(std::uint32_t rank, bool masked);
     bool masked(std::uint32_t rank) const { return masked_[rank]; }
+    // A rank to which a put fails is masked; else the call fails.
+    void mask_what_fails(bool yes) { mask_what_fails_ = yes; }
 
     const LowLatencyShape& shape() const { return shape_; }
     const LowLatencyLayout& layout() const { return layout_; }
@@ -245,6 +249,7 @@ class LowLatency {
         std::uint64_t from = 0, next = 0, to = 0;
     } staging_[2];
     std::vector<std::uint8_t> masked_;
+    bool mask_what_fails_ = false;
     std::vector<std::uint64_t> told_;          // [ranks]: what its word holds of my consumed
     std::vector<std::uint64_t> announced_[2];  // [ranks]: what its arrived word of the parity holds of me
 };

@@ -10,8 +10,6 @@
 
 namespace expertwire::exchange {
 
-const char* kind_name(Kind kind);
-
 // Reads topk_idx: the handle's ids, places and sent, and the slots (token * topk + k) in the order in which they
 // travel: by expert, then token. Empty, or what is wrong with it.
 std::string plan_dispatch(const LowLatencyDispatchRequest& request, LowLatencyHandle& handle,

@@ -197,7 +197,8 @@ class Context {
     bool publish_verdict(std::uint32_t dead_rank, TimeNs until_ns);
     // [any] Trouble with `rank` seen at `since` may still turn out to be another rank's death. Ends within 7 s.
     bool undecided(std::uint32_t rank, TimeNs since) const;
-    PeerPulse pulse(std::uint32_t rank) const;  // [any]
+    PeerPulse pulse(std::uint32_t rank) const;   // [any]
+    bool unreachable(std::uint32_t rank) const;  // [any] dead, or has left: nothing comes from it any more
 
     // ---- what arrived, and records
     std::vector<Notification> take_notifications();  // [control]

@@ -274,6 +274,10 @@ bool Context::has_fault() const {
     return state_->liveness->has_fault();
 }
 
+bool Context::unreachable(std::uint32_t rank) const {
+    return state_->liveness->unreachable(rank);
+}
+
 void Context::raise_fault(const Fault& fault, std::string_view doing) const {
     std::string message =
         rank_text(rank()) + ", " + std::string(doing) + ": " + rank_text(fault.rank) + " is dead: " + fault.why;

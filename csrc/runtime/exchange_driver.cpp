@@ -1,11 +1,11 @@
 #include "runtime/exchange_driver.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <utility>
 
 #include "runtime/clock.hpp"
+#include "runtime/helping.hpp"
 
 namespace expertwire::runtime {
 
@@ -32,147 +32,18 @@ std::string seconds(TimeNs ns) {
     return text;
 }
 
-std::string region_text(const char* name, std::uint32_t rank, std::uint64_t bytes, std::uint64_t needed) {
-    return "region '" + std::string(name) + "' of rank " + std::to_string(rank) + " has " + std::to_string(bytes) +
-           " bytes, the exchange needs " + std::to_string(needed);
-}
-
 }  // namespace
 
 ExchangeDriver::ExchangeDriver(Context& context, const exchange::Shape& shape)
-    : context_(context), shape_(shape), memory_(shape.nodes.ranks()), remotes_(shape.nodes.ranks()) {
-    if (shape_.nodes.ranks() != context_.size()) {
-        throw Failure(FailureKind::invalid_argument, "node_of has " + std::to_string(shape_.nodes.ranks()) +
-                                                         " ranks but the context has " +
-                                                         std::to_string(context_.size()));
-    }
-    control_ = context_.region("control");
-    staging_ = context_.region("staging");
-    data_ = context_.region("data");
-    data_bytes_ = context_.region_bytes(data_);
+    : ContextPort(context, shape.rank, shape.nodes, {"control", "staging", "data"}), shape_(shape) {
     const exchange::Layout layout(shape_);
-    for (std::uint32_t rank = 0; rank < shape_.nodes.ranks(); ++rank) open_memory(rank, layout);
-}
-
-void ExchangeDriver::open_memory(std::uint32_t rank, const exchange::Layout& layout) {
-    const bool mine = rank == shape_.rank;
-    const bool near = shape_.nodes.node_of(rank) == shape_.nodes.node_of(shape_.rank);
-    const auto check = [&](const char* name, std::uint64_t needed) {
-        const std::uint64_t bytes =
-            mine ? context_.region_bytes(context_.region(name)) : context_.remote_region_bytes(rank, name);
-        if (bytes < needed) throw Failure(FailureKind::capacity, region_text(name, rank, bytes, needed));
-    };
-    check("control", layout.control_bytes());
-    check("staging", layout.staging_bytes(rank));
-    if (near) {
-        memory_[rank] = {context_.peer_memory(rank, "control"), context_.peer_memory(rank, "staging"),
-                         context_.peer_memory(rank, "data")};
-        if (memory_[rank].control == nullptr || memory_[rank].data == nullptr) {
-            throw Failure(FailureKind::state, "the regions of rank " + std::to_string(rank) +
-                                                  ", which is in this rank's node, are not mapped here");
-        }
-    } else {
-        remotes_[rank] = {context_.remote_region(rank, "control"), context_.remote_region(rank, "staging"),
-                          context_.remote_region(rank, "data"), context_.queue_pair(rank)};
+    for (std::uint32_t rank = 0; rank < shape_.nodes.ranks(); ++rank) {
+        require_region(rank, "control", layout.control_bytes());
+        require_region(rank, "staging", layout.staging_bytes(rank));
     }
-}
-
-// ---- Port
-
-Ticket ExchangeDriver::submitted(std::uint32_t rank, const Engine::Submitted& result) {
-    if (result.status == Status::ok) return result.request;
-    if (result.status != Status::would_block && refusal_.status == Status::ok) refusal_ = {rank, result.status};
-    return {};
-}
-
-std::optional<Ticket> ExchangeDriver::put(const Put& put) {
-    const Remote& remote = remotes_[put.rank];
-    const std::array<RegionId, 3> from = {control_, staging_, data_};
-    const std::array<RemoteRegionId, 3> to = {remote.control, remote.staging, remote.data};
-    const auto chunk_of = [&](const Piece& piece) {
-        ChunkSpec chunk;
-        chunk.queue_pair = remote.queue_pair;
-        chunk.kind = OpKind::write;
-        chunk.local = from[static_cast<std::size_t>(piece.from)];
-        chunk.local_offset = piece.from_offset;
-        chunk.remote = to[static_cast<std::size_t>(piece.to)];
-        chunk.remote_offset = piece.to_offset;
-        chunk.bytes = piece.bytes;
-        return chunk;
-    };
-    const std::array<ChunkSpec, 2> chunks = {chunk_of(put.head), chunk_of(put.tail)};
-    const std::size_t count = put.tail.bytes > 0 ? 2 : 1;
-    ControlSpec signal;
-    signal.kind = OpKind::signal;
-    signal.scope = Scope::request;
-    signal.queue_pair = remote.queue_pair;
-    signal.remote = remote.control;
-    signal.remote_offset = put.word_offset;
-    signal.operand = put.delta;
-    const Ticket ticket =
-        submitted(put.rank, context_.submit_held(put.rank, {chunks.data(), count}, {&signal, 1}, Level::delivered));
-    if (!ticket.valid()) return std::nullopt;
-    return ticket;
-}
-
-bool ExchangeDriver::add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) {
-    ControlSpec signal;
-    signal.kind = OpKind::signal;
-    signal.scope = Scope::request;
-    signal.queue_pair = remotes_[rank].queue_pair;
-    signal.remote = remotes_[rank].control;
-    signal.remote_offset = word_offset;
-    signal.operand = delta;
-    const Ticket ticket = submitted(rank, context_.submit_held(rank, {}, {&signal, 1}, Level::delivered));
-    if (!ticket.valid()) return false;
-    context_.release_held(ticket);  // nobody asks how it ended: a peer that never gets it shows up as a fault
-    return true;
-}
-
-Status ExchangeDriver::status(Ticket ticket) {
-    const Status status = context_.status(ticket);
-    if (status != Status::pending) context_.release_held(ticket);
-    return status;
-}
-
-void ExchangeDriver::wake(std::uint32_t rank) {
-    if (rank != shape_.rank) context_.ring(rank);
 }
 
 // ---- run
-
-namespace {
-
-// While a caller is inside, it drives progress and the progress thread parks.
-class Helping {
-  public:
-    explicit Helping(Context& context) : context_(context) { context_.enter_help(); }
-    ~Helping() {
-        if (inside_) context_.leave_help();
-    }
-    Helping(const Helping&) = delete;
-    Helping& operator=(const Helping&) = delete;
-
-    void sleep(std::uint32_t seen, TimeNs ns) {
-        context_.leave_help();
-        inside_ = false;
-        context_.doorbell().wait(seen, ns);
-        context_.enter_help();
-        inside_ = true;
-    }
-
-  private:
-    Context& context_;
-    bool inside_ = true;
-};
-
-void pause_cpu() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
-
-}  // namespace
 
 // One turn of the engine, one step of the operation, and its puts on their way. True: something moved.
 bool ExchangeDriver::turn(exchange::Operation& operation, exchange::Step& step) {
@@ -195,7 +66,7 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
     // Whatever leaves this function before the operation has ended leaves rows under way.
     broken_ = std::string("an earlier ") + kind_name(operation) + " (call " + std::to_string(operation.epoch()) +
               ") did not end; destroy this Buffer and make a new one";
-    refusal_ = {};
+    refused_ = {};
     left_since_ns_ = 0;
     moved_ns_ = now_ns();
     report_ns_ = moved_ns_ + kStallNs;
@@ -250,8 +121,8 @@ void ExchangeDriver::look_around(const exchange::Operation& operation, TimeNs de
         const std::optional<Fault> fault = context_.fault();
         if (fault) fail_peer(operation, *fault);
     }
-    if (refusal_.status != Status::ok) {
-        fail_put(operation, refusal_.rank, refusal_.status, "nothing can be sent to it", interrupted);
+    if (refused_.status != Status::ok) {
+        fail_put(operation, refused_.rank, refused_.status, "nothing can be sent to it", interrupted);
     }
     const TimeNs now = now_ns();
     if (now >= leavers_look_ns_) {

@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "exchange/exchange.hpp"
-#include "exchange/port.hpp"
 #include "runtime/context.hpp"
+#include "runtime/exchange_port.hpp"
 
 namespace expertwire::runtime {
 
-class ExchangeDriver final : public exchange::Port {
+class ExchangeDriver final : public ContextPort {
   public:
     // The context has regions "control", "staging" and "data", mapped for the ranks of `shape`'s node and announced by
     // all others. [control]: throws Failure when one is missing or too small, with both numbers.
@@ -32,34 +32,13 @@ class ExchangeDriver final : public exchange::Port {
     const std::string& broken() const { return broken_; }
     std::uint64_t data_bytes() const { return data_bytes_; }
 
-    // Port: called under the progress token, from run() only.
-    const std::vector<exchange::RankMemory>& memory() const override { return memory_; }
-    std::optional<Ticket> put(const Put& put) override;
-    bool add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) override;
-    Status status(Ticket ticket) override;
-    void wake(std::uint32_t rank) override;
-
   private:
-    struct Remote {
-        RemoteRegionId control;
-        RemoteRegionId staging;
-        RemoteRegionId data;
-        QueuePairId queue_pair;
-    };
-    // Why nothing can be submitted to a rank any more.
-    struct Refusal {
-        std::uint32_t rank = 0;
-        Status status = Status::ok;
-    };
-
-    void open_memory(std::uint32_t rank, const exchange::Layout& layout);
     bool turn(exchange::Operation& operation, exchange::Step& step);
     void look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns,
                      const std::function<void()>& interrupted);
     void look_for_leavers(const exchange::Operation& operation, TimeNs now);
     void watch(const exchange::Operation& operation);
     void publish(const exchange::Operation& operation);
-    Ticket submitted(std::uint32_t rank, const Engine::Submitted& result);
     void conclude(const exchange::Operation& operation, const exchange::Failure& failure,
                   const std::function<void()>& interrupted);
     [[noreturn]] void fail_peer(const exchange::Operation& operation, const Fault& fault);
@@ -70,17 +49,9 @@ class ExchangeDriver final : public exchange::Port {
     std::string table(const exchange::Operation& operation) const;
     std::string peer_state(const exchange::Operation& operation, std::uint32_t rank) const;
 
-    Context& context_;
     const exchange::Shape shape_;
-    std::vector<exchange::RankMemory> memory_;  // [rank]
-    std::vector<Remote> remotes_;               // [rank]
-    RegionId control_;
-    RegionId staging_;
-    RegionId data_;
-    std::uint64_t data_bytes_ = 0;
     std::uint64_t published_epoch_ = 0;  // what the peers were last told
     std::uint64_t published_phase_ = 0;
-    Refusal refusal_;
     std::function<void(const std::string&)> stalled_;
     TimeNs moved_ns_ = 0;         // when something of the operation last moved
     TimeNs report_ns_ = 0;        // when the next report of a stall is due

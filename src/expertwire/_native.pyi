@@ -457,6 +457,70 @@ class Exchange:
         rows needs where x and the weights are not in the data region.
         """
 
+class LowLatencyCall:
+    """A low-latency call that was sent; of a dispatch also its handle."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+class LowLatency:
+    """
+    One rank's low-latency exchange. The context has regions 'll_control' (control_bytes(), zeroed) and 'll_data' (the same size
+    on every rank), mapped for all peers of the node and announced by the others. All ranks make the same calls in the same
+    order; each has two parts, and the second one (receive) of at most two calls may be outstanding. Calls from several threads
+    are serialised. shrink: a rank that is dead or does not answer until the deadline is masked, and the call goes on.
+    """
+
+    def __init__(self, context: Context, node_of: Sequence[int], local_experts_max: int, shrink: bool) -> None: ...
+
+    def dispatch(self, x: int, tokens: int, hidden: int, topk_idx: int, index_bytes: int, topk: int, tokens_max: int, num_experts: int, expert_first: Sequence[int], format: int, out: int, scales: int, counts: int, src_info: int, layout_range: int, statistics: int, wait_ns: int, timeout_ms: int) -> LowLatencyCall:
+        """
+        Sends each row of x to the experts of its ids; returns when all rows are handed over. receive() fills the outputs.
+
+        x: bf16 [tokens, hidden] contiguous. topk_idx: [tokens, topk] ids of index_bytes (4 or 8), -1 none. format: 0 bf16, 1 fp8 with
+        scales f32, 2 with power-of-two scales, 3 with UE8M0 words. expert_first: R + 1 entries. Outputs, which must live until
+        receive() has returned: out [E_l, R * M, hidden] of bf16 or fp8, scales 32-bit [E_l, S, R * M] (0 for bf16), counts i32[E_l],
+        src_info i32[E_l, R * M], layout_range i64[E_l, R], statistics i32[E_l] and wait_ns i64[R] (each may be 0), both added to.
+
+        Raises InvalidArgumentError, StateError (nothing was sent), DeadlineError, PeerError, TransferError. What does not fit is a
+        CapacityError at receive(), where ranks that disagree get their MismatchError: everybody hears of it.
+        """
+
+    def combine(self, x: int, zero_copy: bool, topk_idx: int, index_bytes: int, weights: int, tokens: int, topk: int, hidden: int, dispatch: LowLatencyCall, out: int, wait_ns: int, timeout_ms: int) -> LowLatencyCall:
+        """
+        Sends rows back to where they came from; receive() writes the weighted sums to out, bf16 [tokens, hidden].
+
+        x: bf16 [E_l, R * M, hidden] contiguous, unused with zero_copy: then the rows are in the combine buffer. topk_idx as in the
+        dispatch; ids may have become -1, or stand in another order. weights f32[tokens, topk]; both are read at the call.
+        """
+
+    def receive(self, call: LowLatencyCall, timeout_ms: int) -> None:
+        """The second part of a call, once; again it does nothing."""
+
+    def combine_buffer(self, dispatch: LowLatencyCall, timeout_ms: int) -> int:
+        """
+        Byte offset in region 'll_data' where the rows of the next call, a zero-copy combine, are to be written.
+        """
+
+    def mask(self, rank: int, masked: bool) -> None:
+        """From now on this rank leaves that one out, or no longer does. Local."""
+
+    def masked(self) -> list[bool]:
+        """list[bool], by rank: whom this rank leaves out."""
+
+    @staticmethod
+    def control_bytes(ranks: int, local_experts_max: int) -> int:
+        """Bytes of region 'll_control'."""
+
+    @staticmethod
+    def needed_bytes(node_of: Sequence[int], tokens_max: int, hidden: int, num_experts: int, topk: int, format: int, expert_first: Sequence[int]) -> int:
+        """
+        Bytes of region 'll_data' with which a dispatch of that shape and its combine have room.
+        """
+
 class LivenessProbe:
     """
     What a rank concludes from others' words at given times, by the heartbeat rules (no pidfd); for tests.

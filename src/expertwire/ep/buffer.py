@@ -30,6 +30,7 @@ from expertwire.ep.config import (
 from expertwire.ep.event import EventHandle, EventOverlap
 from expertwire.ep.handle import Handle
 from expertwire.ep.layout import check_node_table
+from expertwire.ep.low_latency import LowLatencyOperations
 from expertwire.ep.variants import keywords
 from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, PlannedError, StateError, UnavailableError
 from expertwire.fabric.config import TIMEOUT_MS_MAX
@@ -43,15 +44,7 @@ _Sent = TypeVar("_Sent", torch.Tensor, tuple[torch.Tensor, torch.Tensor])  # BF1
 # Names that variants of DeepEP's Buffer take and that ask for nothing here.
 _VARIANTS = frozenset({"use_fabric", "allow_nvlink_for_normal_mode", "is_intranode"})
 # Names of DeepEP's Buffer that are not there yet, and what they belong to.
-PLANNED = {
-    "clean_low_latency_buffer": "the low-latency mode",
-    "get_next_low_latency_combine_buffer": "the low-latency mode",
-    "low_latency_clean_mask_buffer": "the low-latency mode",
-    "low_latency_combine": "the low-latency mode",
-    "low_latency_dispatch": "the low-latency mode",
-    "low_latency_query_mask_buffer": "the low-latency mode",
-    "low_latency_update_mask_buffer": "the low-latency mode",
-}
+PLANNED: dict[str, str] = {}
 _numbers = itertools.count()
 
 
@@ -88,7 +81,7 @@ class _Identity:
         return f"<Buffer {self.number} of rank {self.rank}>"
 
 
-class Buffer:
+class Buffer(LowLatencyOperations):
     """Communication buffer of one rank for expert-parallel dispatch and combine.
 
     Making it, `dispatch`, `combine` and `destroy` are collective: every rank of the group calls them, in the same order. Calls from several
@@ -123,9 +116,13 @@ class Buffer:
         Args:
             group: a torch.distributed group (gloo is enough: only `all_gather_object` is used, and nothing after construction), or an
                 `expertwire.ep.bootstrap.Launch`.
-            num_nvl_bytes: bytes of the data region, which holds received rows and combine inputs. 0: 256 MiB.
-            num_rdma_bytes: most bytes for the rings to and from ranks of other nodes. 0: what they need for full speed.
-            low_latency_mode, enable_shrink: not there yet, True is refused.
+            num_nvl_bytes: bytes of the data region, which holds received rows and combine inputs. 0: 256 MiB, or, with low_latency_mode,
+                as good as nothing: then the other mode is not wanted.
+            num_rdma_bytes: most bytes for the rings to and from ranks of other nodes. 0: what they need for full speed. With
+                low_latency_mode: bytes for that mode, as `get_low_latency_rdma_size_hint` says; the rings are beside it.
+            low_latency_mode: the methods of that name work too.
+            enable_shrink: a rank that is dead, has left, or does not answer a low-latency call until the deadline is masked, and the call
+                goes on without it.
             explicitly_destroy: the caller promises to call `destroy()`. Either way a Buffer that dies, or lives at the interpreter's exit,
                 is released.
             comm: an mpi4py communicator in place of `group`.
@@ -144,19 +141,20 @@ class Buffer:
         for name in variants:
             if name not in _VARIANTS:
                 raise InvalidTypeError(f"Buffer has no argument {name!r}; beside DeepEP's own it takes {', '.join(sorted(_VARIANTS))}")
-        for name, value in (("low_latency_mode", low_latency_mode), ("enable_shrink", enable_shrink)):
-            if value:
-                raise UnavailableError(f"{name} is {value!r}; it is not there yet, this version has the high-throughput mode alone")
+        if enable_shrink and not low_latency_mode:
+            raise UnavailableError("enable_shrink is True without low_latency_mode; it is not there yet for the high-throughput mode")
         self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, 0, REGION_BYTES_MAX)
         self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, 0, REGION_BYTES_MAX)
+        if low_latency_mode and not self.num_rdma_bytes:
+            raise InvalidArgumentError("num_rdma_bytes is 0; low_latency_mode needs what get_low_latency_rdma_size_hint says")
         require_int("num_qps_per_rank", num_qps_per_rank, 1)
         self._local_experts_max = require_int("max_local_experts", max_local_experts, 1, LOCAL_EXPERTS_MAX)
         if timeout_ms is not None:
             require_int("timeout_ms", timeout_ms, 1, TIMEOUT_MS_MAX)
         self.group = group
-        self.low_latency_mode = False
+        self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
-        self.enable_shrink = False
+        self.enable_shrink = bool(enable_shrink)
         from expertwire.ep.bootstrap import Launch, launch_of, settings_for
         from expertwire.ep.cpu.backend import CpuBackend
 
@@ -180,6 +178,8 @@ class Buffer:
             provider=provider,
             timeout_ms=timeout_ms,
             sync_writes=sync_writes,
+            low_latency=self.low_latency_mode,
+            shrink=self.enable_shrink,
         )
 
     # ---- statics
@@ -300,14 +300,13 @@ class Buffer:
 
         Args:
             size: shape; None: one dimension, all that is left.
-            use_rdma_buffer: the low-latency mode's buffer: not there yet, True is refused.
+            use_rdma_buffer: the low-latency mode's memory instead. It holds rows alone too, so it may be zeroed between calls.
         """
-        if use_rdma_buffer:
-            raise UnavailableError("use_rdma_buffer is True; it is the low-latency mode's buffer, which is not there yet")
         if not isinstance(dtype, torch.dtype):
             raise InvalidTypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        memory = self._low_latency("get_local_buffer_tensor with use_rdma_buffer") if use_rdma_buffer else self.runtime
         with self._holding("get_local_buffer_tensor"):
-            total = self.runtime.data_bytes
+            total = memory.data_bytes
             start = require_int("offset", offset, 0, total)
             if start % dtype.itemsize:
                 raise InvalidArgumentError(f"offset is {start}; it must be a multiple of {dtype.itemsize}, the bytes of {dtype}")
@@ -317,8 +316,8 @@ class Buffer:
                 count *= require_int(f"size[{place}]", length, 0)
             if count * dtype.itemsize > total - start:
                 needed = count * dtype.itemsize
-                raise InvalidArgumentError(f"size is {list(shape)}: {needed} bytes from offset {start}; the data region has {total} bytes")
-            return self.runtime.data_tensor(dtype, start, shape)
+                raise InvalidArgumentError(f"size is {list(shape)}: {needed} bytes from offset {start}; the region has {total} bytes")
+            return memory.data_tensor(dtype, start, shape)
 
     # ---- operations
 
@@ -486,7 +485,7 @@ class Buffer:
         with self._holding(operation):
             try:
                 yield
-            except checks.UNSENT:
+            except (*checks.UNSENT, StateError):  # one that a core raises comes before it sends: call in another order
                 raise
             except BaseException as error:
                 if self._state is _State.live:

@@ -57,6 +57,7 @@ ROWS_MAX = (1 << 31) - 1  # a row's source is an int32
 CALL_ROWS_MAX = (1 << 28) - 1  # what a word of the exchange counts to, beside its epoch
 HIDDEN_MAX = 1 << 24
 TOPK_MAX = 1 << 16
+SCALE_COLUMNS = 128  # of an FP8 row that share a scale
 
 
 def require_int(name: str, value: object, least: int, most: int | None = None) -> int:

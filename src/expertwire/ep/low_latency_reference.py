@@ -34,7 +34,7 @@ def quantise(x: torch.Tensor, round_scale: bool = False) -> tuple[torch.Tensor, 
         scales = torch.where(finite, ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32), scales)
         factor = 1.0 / scales
     scales[scales.isnan()] = torch.nan
-    rows = (padded * factor.unsqueeze(2)).to(torch.float8_e4m3fn).view(tokens, -1)[:, :hidden].contiguous()
+    rows = (padded * factor.unsqueeze(2)).to(torch.float8_e4m3fn).view(tokens, blocks * SCALE_COLUMNS)[:, :hidden].contiguous()
     raw = rows.view(torch.uint8)
     raw[raw & 0x7F == FP8_NAN] = FP8_NAN
     return rows, scales
@@ -51,7 +51,7 @@ def pack_ue8m0(scales: torch.Tensor) -> torch.Tensor:
 def dequantise(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """e4m3fn [N, H] with scales f32 [N, ceil(H / 128)], or their UE8M0 words, as f32 [N, H]."""
     if scales.dtype == torch.int32:
-        exponents = scales.contiguous().view(torch.uint8)[..., : -(-rows.shape[1] // SCALE_COLUMNS)]
+        exponents = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., : -(-rows.shape[1] // SCALE_COLUMNS)]
         scales = (exponents.to(torch.int32) << 23).view(torch.float32)
     wide = scales.repeat_interleave(SCALE_COLUMNS, dim=1)[:, : rows.shape[1]]
     return rows.float() * wide

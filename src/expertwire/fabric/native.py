@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
-from expertwire._native import Context, DispatchResult, Exchange, ExchangeHandle, Request, memory_available, status_name
+from expertwire._native import (
+    Context,
+    DispatchResult,
+    Exchange,
+    ExchangeHandle,
+    LowLatency,
+    LowLatencyCall,
+    Request,
+    memory_available,
+    status_name,
+)
 
-__all__ = ["Context", "DispatchResult", "Exchange", "ExchangeHandle", "Request", "memory_available", "status_name"]
+__all__ = [
+    "Context",
+    "DispatchResult",
+    "Exchange",
+    "ExchangeHandle",
+    "LowLatency",
+    "LowLatencyCall",
+    "Request",
+    "memory_available",
+    "status_name",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import weakref
@@ -15,6 +14,9 @@ import torch
 from expertwire.ep.bootstrap import Launch, Wiring, connect, settings_for
 from expertwire.ep.checks import UNSENT, Payload, Routing, Rows
 from expertwire.ep.config import align_up
+from expertwire.ep.cpu.low_latency import CpuLowLatency, create_regions
+from expertwire.ep.cpu.low_latency import needed_bytes as low_latency_bytes
+from expertwire.ep.cpu.memory import Memory, address_of, tensor_over
 from expertwire.ep.cpu.outputs import Outputs
 from expertwire.ep.cpu.pool import EXTENT_ALIGNMENT, Extent, Pool
 from expertwire.ep.handle import Handle
@@ -33,11 +35,6 @@ CLOSE_MS = 2000
 # (slots, slot bytes) of a ring, best first. Those after the smallest unasked one are taken only for a small `num_rdma_bytes`.
 _GEOMETRIES = ((8, 1 << 20), (4, 1 << 20), (4, 512 << 10), (4, 256 << 10), (4, 128 << 10), (4, 64 << 10), (2, 64 << 10))
 _SMALLEST_UNASKED = (4, 256 << 10)
-
-Memory = ctypes.Array[ctypes.c_char] | torch.Tensor  # bytes
-
-# What stands for the address of a tensor without elements: not 0, which would say that there is no tensor. Never read.
-_NOWHERE = ctypes.create_string_buffer(64)
 
 
 @dataclass(frozen=True)
@@ -60,12 +57,6 @@ class Received:
     overflows: list[tuple[int, int]]  # ranks that were sent more rows than num_worst_tokens, and how many
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    if tensor is None:
-        return 0
-    return tensor.data_ptr() if tensor.numel() else ctypes.addressof(_NOWHERE)
-
-
 def _row_bytes(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[1] * tensor.element_size()
 
@@ -80,16 +71,6 @@ def _kept(in_rank: torch.Tensor, result: DispatchResult, rank: int) -> torch.Ten
         return in_rank.clone()
     ranks = in_rank.shape[1]
     return in_rank & (in_rank.cumsum(0) <= torch.tensor(result.handle.matrix[rank * ranks : (rank + 1) * ranks]))
-
-
-def _over(memory: Memory, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor over a part of the memory, which it keeps alive."""
-    count = math.prod(shape)
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    if isinstance(memory, torch.Tensor):
-        return memory[offset : offset + count * dtype.itemsize].view(dtype).view(tuple(shape))
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
 
 def ring_geometry(node_of: tuple[int, ...], local_experts_max: int, staging_bytes_max: int) -> tuple[int, int]:
@@ -161,6 +142,8 @@ def _release(context: Context, pid: int) -> None:
 class CpuBackend:
     """One rank's exchange on CPU tensors. Arguments come checked; calls come one at a time."""
 
+    low_latency: CpuLowLatency | None = None
+
     def __init__(self, launch: Launch, wiring: Wiring, exchange: Exchange, timeout_ms: int) -> None:
         context = wiring.context
         self.rank = launch.rank
@@ -188,31 +171,57 @@ class CpuBackend:
         provider: str | None,
         timeout_ms: int | None,
         sync_writes: bool | None = None,
+        low_latency: bool = False,
+        shrink: bool = False,
     ) -> CpuBackend:
-        """Build this rank's part and wire it to the others. Collective."""
+        """Build this rank's part and wire it to the others. Collective.
+
+        With `low_latency`, `staging_bytes_max` is for that mode alone, in a region of its own. The rings of the other mode have their
+        default size then; without `data_bytes`, which says that it is not wanted, it gets as good as nothing.
+        """
         from expertwire.fabric.native import Context, Exchange
 
         settings = settings_for(provider, timeout_ms, sync_writes)
+        region_bytes = align_up(data_bytes or (EXTENT_ALIGNMENT if low_latency else DATA_BYTES), EXTENT_ALIGNMENT)
+
+        def geometry(nodes: tuple[int, ...]) -> tuple[int, int]:
+            if low_latency and not data_bytes:
+                return _GEOMETRIES[-1]
+            return ring_geometry(nodes, local_experts_max, 0 if low_latency else staging_bytes_max)
 
         def build(nodes: tuple[int, ...], chosen: Settings, hosts: int) -> Context:
-            slots, slot_bytes = ring_geometry(nodes, local_experts_max, staging_bytes_max)
+            slots, slot_bytes = geometry(nodes)
             layout = Exchange.layout(launch.rank, list(nodes), local_experts_max, slots, slot_bytes)
             context = Context(launch.rank, launch.size, context_options(chosen, hosts))
             context.create_region("control", layout["control_bytes"])
             context.create_region("staging", max(layout["staging_bytes"], 64))
-            context.create_region("data", align_up(data_bytes or DATA_BYTES, EXTENT_ALIGNMENT))
+            context.create_region("data", region_bytes)
+            if low_latency:
+                create_regions(context, launch.size, local_experts_max, staging_bytes_max)
             return context
 
         def needed_bytes(nodes: tuple[int, ...]) -> int:
-            slots, slot_bytes = ring_geometry(nodes, local_experts_max, staging_bytes_max)
+            slots, slot_bytes = geometry(nodes)
             layout = Exchange.layout(launch.rank, list(nodes), local_experts_max, slots, slot_bytes)
-            return int(layout["control_bytes"] + max(layout["staging_bytes"], 64)) + align_up(data_bytes or DATA_BYTES, EXTENT_ALIGNMENT)
+            more = low_latency_bytes(launch.size, local_experts_max, staging_bytes_max) if low_latency else 0
+            return int(layout["control_bytes"] + max(layout["staging_bytes"], 64)) + region_bytes + more
 
-        facts = {"device": "cpu", "max_local_experts": str(local_experts_max), "num_rdma_bytes": str(staging_bytes_max)}
+        facts = {
+            "device": "cpu",
+            "max_local_experts": str(local_experts_max),
+            "num_rdma_bytes": str(staging_bytes_max),
+            "low_latency_mode": str(low_latency),
+            "enable_shrink": str(shrink),
+        }
         wiring = connect(launch, settings, node_of, facts, build, needed_bytes)
-        slots, slot_bytes = ring_geometry(wiring.node_of, local_experts_max, staging_bytes_max)
+        slots, slot_bytes = geometry(wiring.node_of)
         exchange = Exchange(wiring.context, list(wiring.node_of), local_experts_max, slots, slot_bytes)
-        return cls(launch, wiring, exchange, settings.timeout_ms)
+        backend = cls(launch, wiring, exchange, settings.timeout_ms)
+        if low_latency:
+            backend.low_latency = CpuLowLatency(
+                wiring.context, launch.rank, wiring.node_of, local_experts_max, shrink, settings.timeout_ms, backend._outputs
+            )
+        return backend
 
     def statistics(self) -> dict[str, int]:
         """Counters of the transport, a snapshot."""
@@ -227,17 +236,17 @@ class CpuBackend:
         per_expert = torch.empty(num_experts, dtype=torch.int32)
         in_rank = torch.empty((tokens, ranks), dtype=torch.bool)
         self._exchange.layout_counts(
-            _address(topk_idx),
+            address_of(topk_idx),
             topk_idx.element_size(),
             tokens,
             topk,
             num_experts,
             expert_bounds(num_experts, ranks),
             list(self.node_of),
-            _address(per_rank),
-            _address(per_node),
-            _address(per_expert),
-            _address(in_rank),
+            address_of(per_rank),
+            address_of(per_node),
+            address_of(per_expert),
+            address_of(in_rank),
         )
         return per_rank, per_node, per_expert, in_rank
 
@@ -261,7 +270,7 @@ class CpuBackend:
             num_recv_tokens_per_expert=tuple(result.expert_counts),
             is_token_in_rank=_kept(routing.in_rank, result, self.rank),
             # A copy: the handle shall not keep the rows' memory alive.
-            recv_src_idx=_over(self._pool.whole if landed.spill is None else landed.spill, *src_idx).clone(),
+            recv_src_idx=tensor_over(self._pool.whole if landed.spill is None else landed.spill, *src_idx).clone(),
         )
         row_bytes = sent.x.shape[1] * torch.bfloat16.itemsize  # a combine's
         self._pool.reserve_for(handle, self._exchange.extent_bytes("combine", result.received, row_bytes, topk, 8, topk > 0))
@@ -279,19 +288,19 @@ class CpuBackend:
         out = self._outputs.empty((handle.num_tokens, x.shape[1]), x.dtype)
         topk = 0 if weights is None else weights.shape[1]
         out_weights = None if weights is None else torch.empty((handle.num_tokens, topk), dtype=torch.float32)
-        bias_addresses = [*(_address(bias) for bias in biases), 0, 0]
+        bias_addresses = [*(address_of(bias) for bias in biases), 0, 0]
         offer = self._pool.offer()
         try:
             self._exchange.combine(
-                _address(x),
+                address_of(x),
                 handle.num_recv_tokens,
                 _row_bytes(x),
-                _address(weights),
+                address_of(weights),
                 topk,
                 bias_addresses[0],
                 bias_addresses[1],
-                _address(out),
-                _address(out_weights),
+                address_of(out),
+                address_of(out_weights),
                 handle.native,
                 offer.offset,
                 offer.length,
@@ -305,7 +314,7 @@ class CpuBackend:
     def data_tensor(self, dtype: torch.dtype, offset: int, shape: Sequence[int]) -> torch.Tensor:
         """The data region from byte `offset`, as it is."""
         length = math.prod(shape) * dtype.itemsize
-        return _over(self._pool.memory(Extent(offset, length)), 0, dtype, shape)
+        return tensor_over(self._pool.memory(Extent(offset, length)), 0, dtype, shape)
 
     def close(self, *, linger: bool) -> None:
         """Tell the others that this rank leaves, and release everything but the memory under tensors that live."""
@@ -328,21 +337,21 @@ class CpuBackend:
         offer = self._pool.offer()
         try:
             result = self._exchange.dispatch(
-                _address(sent.x),
+                address_of(sent.x),
                 sent.x.shape[0],
                 _row_bytes(sent.x),
                 _type_name(sent.x),
-                _address(sent.scales),
+                address_of(sent.scales),
                 _row_bytes(sent.scales),
                 _type_name(sent.scales),
-                0 if routing is None else _address(routing.in_rank),
-                _address(topk_idx),
+                0 if routing is None else address_of(routing.in_rank),
+                address_of(topk_idx),
                 8 if topk_idx is None else topk_idx.element_size(),
                 0 if topk_idx is None else topk_idx.shape[1],
-                0 if routing is None else _address(routing.topk_weights),
-                0 if routing is None else _address(routing.per_rank),
-                0 if routing is None else _address(routing.per_node),
-                0 if routing is None else _address(routing.per_expert),
+                0 if routing is None else address_of(routing.topk_weights),
+                0 if routing is None else address_of(routing.per_rank),
+                0 if routing is None else address_of(routing.per_node),
+                0 if routing is None else address_of(routing.per_expert),
                 0 if routing is None else routing.num_experts,
                 [] if routing is None else routing.bounds,
                 0 if routing is None else routing.num_worst_tokens,
@@ -370,7 +379,7 @@ class CpuBackend:
         first = 0 if landed.spill is not None else offer.offset
 
         def tensor(name: str, dtype: torch.dtype, width: int) -> torch.Tensor:
-            found = _over(source, layout[name] - first, dtype, (count, width))
+            found = tensor_over(source, layout[name] - first, dtype, (count, width))
             return found if memory is not None else found.clone()
 
         x = tensor("x", sent.x.dtype, sent.x.shape[1])

@@ -1,0 +1,245 @@
+#include "runtime/low_latency_driver.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <optional>
+#include <utility>
+
+#include "runtime/clock.hpp"
+#include "runtime/helping.hpp"
+
+namespace expertwire::runtime {
+
+namespace {
+
+constexpr std::uint64_t kStepBytes = 256 << 10;  // of copying under the token: some 50 µs
+constexpr TimeNs kTurnNs = 20'000;               // SPEC T13
+constexpr TimeNs kSpinNs = 20'000;               // DESIGN "Waits and cores"
+constexpr TimeNs kSliceNs = 50'000'000;          // Ctrl-C is answered within 100 ms
+constexpr TimeNs kGraceNs = 500'000'000;         // for what a rank that left had sent, and for the word of who died
+constexpr TimeNs kTellNs = 500'000'000;          // for the verdict to reach the others before this rank may be gone
+constexpr TimeNs kSilentNs = 2'000'000'000;      // a heartbeat older than this is called silence
+
+std::string seconds(TimeNs ns) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(ns) * 1e-9);
+    return text;
+}
+
+}  // namespace
+
+LowLatencyDriver::LowLatencyDriver(Context& context, const exchange::LowLatencyShape& shape, bool shrink)
+    : ContextPort(context, shape.rank, shape.nodes, {"ll_control", nullptr, "ll_data"}),
+      shrink_(shrink),
+      exchange_(shape, *this, data_bytes_) {
+    const exchange::LowLatencyLayout layout(shape.nodes.ranks(), shape.local_experts_max);
+    for (std::uint32_t rank = 0; rank < shape.nodes.ranks(); ++rank) {
+        require_region(rank, "ll_control", layout.control_bytes());
+        require_region(rank, "ll_data", data_bytes_);
+    }
+    exchange_.mask_what_fails(shrink);
+}
+
+void LowLatencyDriver::send(exchange::LowLatencyOperation& operation, TimeNs timeout_ns,
+                            const std::function<void()>& interrupted) {
+    run(operation, [&] { return operation.send(kStepBytes); }, timeout_ns, interrupted);
+}
+
+void LowLatencyDriver::receive(exchange::LowLatencyOperation& operation, TimeNs timeout_ns,
+                               const std::function<void()>& interrupted) {
+    run(operation, [&] { return operation.receive(kStepBytes, now_ns()); }, timeout_ns, interrupted);
+}
+
+void LowLatencyDriver::run(exchange::LowLatencyOperation& operation, const StepFunction& step, TimeNs timeout_ns,
+                           const std::function<void()>& interrupted) {
+    TimeNs deadline = now_ns() + timeout_ns;
+    TimeNs look = now_ns() + kSliceNs;
+    TimeNs idle_since = 0;
+    broken_ = std::string("an earlier ") + exchange::kind_name(operation.kind()) + " (call " +
+              std::to_string(operation.epoch()) + ") did not end; destroy this Buffer and make a new one";
+    refused_ = {};
+    gone_since_ns_ = 0;
+    Helping helping(context_);
+    while (true) {
+        const std::uint32_t seen = context_.doorbell().seen();
+        bool moved = false;
+        exchange::Step outcome = exchange::Step::waiting;
+        if (const TokenGuard guard(context_, now_ns() + kSliceNs); guard) {
+            moved = context_.turn_held(kTurnNs);
+            outcome = step();
+            if (outcome != exchange::Step::waiting) {
+                context_.turn_held(kTurnNs);
+                moved = true;
+            }
+        }
+        if (outcome == exchange::Step::done || outcome == exchange::Step::failed) break;
+        const TimeNs now = now_ns();
+        if (now >= look) {
+            interrupted();
+            look = now + kSliceNs;
+        }
+        if (moved && now < deadline) {
+            idle_since = 0;
+            continue;
+        }
+        if (look_around(operation, deadline, timeout_ns)) {
+            deadline = now + timeout_ns;  // somebody was left out: the others have their time
+            continue;
+        }
+        if (idle_since == 0) idle_since = now;
+        if (context_.may_spin() && now - idle_since < kSpinNs) {
+            pause_cpu();
+            continue;
+        }
+        helping.sleep(seen, std::min(kSliceNs, deadline > now ? deadline - now : 0));
+    }
+    conclude(operation);
+    broken_.clear();
+}
+
+// Masks the rank if that is allowed. True: the call goes on without it.
+bool LowLatencyDriver::leave_out(std::uint32_t rank) {
+    if (!shrink_ || rank == rank_) return false;
+    const TokenGuard guard(context_, now_ns() + kSliceNs);
+    if (!guard) return false;
+    exchange_.mask(rank, true);
+    return true;
+}
+
+// Nothing moved: is there a reason why nothing ever will? True: somebody was left out.
+bool LowLatencyDriver::look_around(exchange::LowLatencyOperation& operation, TimeNs deadline_ns, TimeNs timeout_ns) {
+    if (refused_.status != Status::ok) {
+        const Refused refused = std::exchange(refused_, {});
+        if (leave_out(refused.rank)) return true;
+        // A death is seen here first, and by its cause a moment later.
+        if (gone_since_ns_ == 0) gone_since_ns_ = now_ns();
+    }
+    const TimeNs now = now_ns();
+    if (now < look_ns_ && now < deadline_ns) return false;
+    look_ns_ = now + kSliceNs / 10;
+    if (!shrink_ && context_.has_fault()) {
+        if (const std::optional<Fault> fault = context_.fault()) {
+            context_.publish_verdict(fault->rank, now_ns() + kTellNs);
+            throw Failure(
+                FailureKind::peer,
+                where(operation) + "rank " + std::to_string(fault->rank) + " is gone: " + fault->why + table(operation),
+                static_cast<std::int32_t>(fault->rank));
+        }
+    }
+    bool left_out = false;
+    std::optional<std::uint32_t> gone;
+    for (const exchange::LowLatencyPeer& peer : operation.progress()) {
+        if (peer.missing.empty() || peer.rank == rank_) continue;
+        if (now >= deadline_ns) left_out = leave_out(peer.rank) || left_out;
+        if (!gone && context_.unreachable(peer.rank)) gone = peer.rank;
+    }
+    if (left_out) return true;
+    if (now >= deadline_ns) {
+        throw Failure(FailureKind::deadline,
+                      where(operation) + "not done after " + seconds(timeout_ns) + table(operation));
+    }
+    if (!gone) {
+        gone_since_ns_ = 0;
+        return false;
+    }
+    if (gone_since_ns_ == 0) gone_since_ns_ = now;
+    if (now - gone_since_ns_ < kGraceNs) return false;
+    gone_since_ns_ = 0;
+    if (leave_out(*gone)) return true;
+    throw Failure(FailureKind::peer,
+                  where(operation) + "rank " + std::to_string(*gone) +
+                      " has closed its Buffer and will not take part in this call" + table(operation),
+                  static_cast<std::int32_t>(*gone));
+}
+
+void LowLatencyDriver::conclude(const exchange::LowLatencyOperation& operation) {
+    const exchange::Failure& failure = operation.failure();
+    if (failure.reason == exchange::FailureReason::none) return;
+    const std::string text = "rank " + std::to_string(rank_) + ": " + failure.text;
+    if (failure.reason == exchange::FailureReason::mismatch || failure.reason == exchange::FailureReason::capacity) {
+        broken_.clear();
+        const bool mismatch = failure.reason == exchange::FailureReason::mismatch;
+        throw Failure(mismatch ? FailureKind::mismatch : FailureKind::capacity, text);
+    }
+    if (failure.reason == exchange::FailureReason::put) {
+        // Often the first sign of a death: its cause is named if it is seen within the grace.
+        for (const TimeNs until = now_ns() + kGraceNs; now_ns() < until && !context_.has_fault();) {
+            const std::uint32_t seen = context_.doorbell().seen();
+            context_.turn(kTurnNs);
+            context_.doorbell().wait(seen, kSliceNs / 10);
+        }
+        const std::optional<Fault> fault = context_.has_fault() ? context_.fault() : std::nullopt;
+        const std::uint32_t culprit = fault ? fault->rank : failure.rank;
+        if (fault || failure.status == Status::peer_dead) context_.publish_verdict(culprit, now_ns() + kTellNs);
+        throw Failure(fault || failure.status == Status::peer_dead ? FailureKind::peer : FailureKind::transfer,
+                      where(operation) + failure.text + " (rank " + std::to_string(failure.rank) + ", status " +
+                          std::string(status_name(failure.status)) + ")" + (fault ? "; " + fault->why : ""),
+                      static_cast<std::int32_t>(culprit));
+    }
+    throw Failure(FailureKind::transfer, where(operation) + failure.text);
+}
+
+std::uint64_t LowLatencyDriver::combine_buffer(const exchange::LowLatencyHandle& handle, TimeNs timeout_ns,
+                                               const std::function<void()>& interrupted) {
+    const TimeNs deadline = now_ns() + timeout_ns;
+    Helping helping(context_);
+    while (true) {
+        const std::uint32_t seen = context_.doorbell().seen();
+        bool waiting = true;
+        exchange::Refusal refusal;
+        if (const TokenGuard guard(context_, now_ns() + kSliceNs); guard) {
+            context_.turn_held(kTurnNs);
+            if (const auto offset = exchange_.combine_buffer(handle, waiting, refusal)) return *offset;
+        }
+        if (refusal.kind != exchange::Refusal::Kind::none) throw_refusal(refusal);
+        interrupted();
+        if (now_ns() >= deadline) {
+            throw Failure(FailureKind::deadline, "rank " + std::to_string(rank_) +
+                                                     ": rows of an earlier call are still on their way out of the "
+                                                     "combine buffer after " +
+                                                     seconds(timeout_ns));
+        }
+        helping.sleep(seen, kSliceNs / 10);
+    }
+}
+
+void throw_refusal(const exchange::Refusal& refusal) {
+    switch (refusal.kind) {
+        case exchange::Refusal::Kind::state:
+            throw Failure(FailureKind::state, refusal.text);
+        case exchange::Refusal::Kind::capacity:
+            throw Failure(FailureKind::capacity, refusal.text);
+        default:
+            throw Failure(FailureKind::invalid_argument, refusal.text);
+    }
+}
+
+void LowLatencyDriver::mask(std::uint32_t rank, bool masked) {
+    const TokenGuard guard(context_, now_ns() + kGraceNs);
+    if (!guard) throw Failure(FailureKind::deadline, "the progress token is held for too long to change the mask");
+    exchange_.mask(rank, masked);
+    context_.turn_held(kTurnNs);
+}
+
+std::string LowLatencyDriver::where(const exchange::LowLatencyOperation& operation) const {
+    return std::string(exchange::kind_name(operation.kind())) + " (call " + std::to_string(operation.epoch()) +
+           ") on rank " + std::to_string(rank_) + ", phase " + operation.stage_name() + ": ";
+}
+
+std::string LowLatencyDriver::table(const exchange::LowLatencyOperation& operation) const {
+    std::string text;
+    for (const exchange::LowLatencyPeer& peer : operation.progress()) {
+        if (peer.missing.empty()) continue;
+        text += "\n  rank " + std::to_string(peer.rank) + ": waiting for " + peer.missing +
+                "; the last rows from it were of call " + std::to_string(peer.arrived) + ", and it has consumed call " +
+                std::to_string(peer.consumed);
+        if (peer.rank == rank_) continue;
+        const PeerPulse pulse = context_.pulse(peer.rank);
+        if (pulse.leaving) text += "; it has closed its Buffer";
+        if (!pulse.leaving && pulse.age_ns > kSilentNs)
+            text += "; it is silent: no heartbeat for " + seconds(pulse.age_ns);
+    }
+    return text;
+}
+
+}  // namespace expertwire::runtime
