@@ -124,7 +124,7 @@ def rows_copy(to: int, source: int, bytes: int, streaming: bool) -> None:
 
 def run_rails(rails: Sequence[tuple[float, int]], bytes: int, chunk_bytes: int = 65536, failing: int = -1, fail_ns: int = 0, seed: int = 0) -> dict:
     """
-    One request over rails of (bytes_per_ns, latency_ns), its signal gated over all of them; rail `failing` is lost at `fail_ns`. {'error', 'ns', 'carried': bytes over each rail, 'attempts'}.
+    One request over rails of (bytes_per_ns, latency_ns), its signal gated over all of them; rail `failing` is lost at `fail_ns`. {'error', 'ns', 'carried': bytes over each rail, 'attempts', 'records': terminal ones}.
     """
 
 def rows_quantise(isa: str, out: int, scales: int, row: int, columns: int, power_of_two: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ep.low_latency_work import Case, check_received, hint, inputs, reference_low_latency_dispatch, run_case
 from ep.work import Described, caught, described, round_trip
@@ -80,6 +81,7 @@ def order_of_calls(rank: Rank, node_of: Sequence[int]) -> dict[str, Described]:
     assert buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).numel() >= buffer.num_rdma_bytes
     buffer.clean_low_latency_buffer(6, 64, 16)
     buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_()
+    dist.barrier(rank.group)  # before anybody's next rows come
     run_case(rank, buffer, PLAIN)
     return out
 
