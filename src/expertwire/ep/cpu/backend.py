@@ -380,7 +380,7 @@ class CpuBackend:
 
         def tensor(name: str, dtype: torch.dtype, width: int) -> torch.Tensor:
             found = tensor_over(source, layout[name] - first, dtype, (count, width))
-            return found if memory is not None else found.clone()
+            return found if memory is not None else self._outputs.empty(found.shape, dtype).copy_(found)
 
         x = tensor("x", sent.x.dtype, sent.x.shape[1])
         rows: Rows = x if sent.scales is None else (x, tensor("scales", sent.scales.dtype, sent.scales.shape[1]))
