@@ -139,7 +139,7 @@ def main() -> int:
     arguments = parser.parse_args()
     setup = Setup(**{name: value for name, value in vars(arguments).items() if name != "json"})
     measured = launch(measure, (setup,), setup.ranks, timeout_s=170)
-    report = Report("low latency")
+    report = Report("benchmarks/low_latency.py", vars(setup))
     labels = {name: value for name, value in vars(setup).items() if name != "iterations"}
     for arm in ARMS:
         worst = max(one["worst"][arm] for one in measured)
@@ -153,7 +153,7 @@ def main() -> int:
         report.add("total_us", statistics.median(totals) * 1e6, "us", mode=mode, dtype=dtype, **labels)
         print(f"{arm}: total {statistics.median(totals) * 1e6:.0f} us, verified {good} ({worst:.1e})")
     report.write(arguments.json)
-    return report.exit_status()
+    return int(report.exit_status())
 
 
 if __name__ == "__main__":
