@@ -14,6 +14,7 @@ from expertwire.cli.bench.arms import GlooArm
 from expertwire.cli.bench.ep import Setup, make_inputs
 from expertwire.cli.bench.paired import check_combine, check_dispatch, expect, expert_rows, ordered_sum, variant
 from expertwire.cli.launch import Rank
+from expertwire.cli.soak import ep_worker as exchanging
 from expertwire.cli.soak import worker as soaking
 from expertwire.ep import Buffer
 from expertwire.errors import InvalidArgumentError, PeerError
@@ -113,3 +114,28 @@ def soak_with_damage(rank: Rank, setup: soaking.Setup, what: str) -> soaking.Out
     while worker.iterate(0.0):
         continue
     return worker.finish()
+
+
+class _DamagedExchange(exchanging.Worker):
+    """Rank 1 finds a bit changed in what it received, once for each of these."""
+
+    damages: set[str]
+
+    def _check(self, of: object, **pairs: tuple[object, object]) -> None:
+        for what, (got, want) in pairs.items():
+            if self.rank == 1 and what in self.damages and isinstance(got, torch.Tensor) and got.numel():
+                self.damages.remove(what)
+                changed = exchanging.raw(got)
+                changed[-1, -1] ^= 1
+                pairs[what] = changed.view(got.dtype), want
+        super()._check(of, **pairs)
+
+
+def soak_ep_with_damage(rank: Rank, setup: exchanging.Setup, damages: set[str]) -> tuple[exchanging.Outcome, list[str]]:
+    """Some iterations of `soak ep`, in which rank 1 must see a failure for each of `damages`; and what it said at once."""
+    said: list[str] = []
+    worker = _DamagedExchange(rank.rank, setup, said.append)
+    worker.damages = damages
+    for _ in range(setup.iterations):
+        worker.iterate()
+    return worker.finish(), said

@@ -72,6 +72,7 @@ COMMANDS = (
     ),
     Command(("bench", "ep"), "expertwire.cli.bench.ep", "time dispatch and combine, beside gloo if asked, every payload verified"),
     Command(("soak", "fabric"), "expertwire.cli.soak.fabric", "random traffic with injected faults between processes, every byte checked"),
+    Command(("soak", "ep"), "expertwire.cli.soak.ep", "random dispatches and combines of both modes, every payload checked"),
 )
 
 
