@@ -24,7 +24,7 @@ namespace expertwire {
 
 namespace {
 
-constexpr std::array<const char*, 10> mutant_names{"none",
+constexpr std::array<const char*, 12> mutant_names{"none",
                                                    "no_gate",
                                                    "count_for_prefix",
                                                    "no_generation_check",
@@ -33,7 +33,9 @@ constexpr std::array<const char*, 10> mutant_names{"none",
                                                    "no_wait_for_notify",
                                                    "buffer_freed_at_timeout",
                                                    "long_write",
-                                                   "never_reopens"};
+                                                   "never_reopens",
+                                                   "count_one_fewer",
+                                                   "tag_freed_at_failure"};
 constexpr std::array<const char*, nth_faults> nth_names{"operation", "post", "again", "lost"};
 constexpr std::array<const char*, request_states> state_names{"FREE", "QUEUED", "POSTED",   "DRAINING",
                                                               "DONE", "FAILED", "CANCELLED"};
@@ -112,6 +114,9 @@ nb::dict to_dict(const EngineSimulationResult& result) {
     out["longest_wait"] = result.longest_wait;
     out["swarm"] = nb::cast(result.swarm);
     out["trace"] = nb::cast(result.trace);
+    const CountedCounters& counting = result.counting;
+    out["counting"] = nb::make_tuple(counting.immediates, counting.signals_added, counting.signals_waited,
+                                     counting.signals_aborted, counting.strays, counting.dropped);
     out["scopes"] = nb::make_tuple(result.scopes[0], result.scopes[1], result.scopes[2]);
     out["faults"] = faults;
     out["events"] = events;
@@ -120,10 +125,11 @@ nb::dict to_dict(const EngineSimulationResult& result) {
 }
 
 nb::list run_engine(const std::vector<std::uint64_t>& seeds, std::uint32_t ranks, std::uint32_t requests_per_rank,
-                    bool check_engine, nb::object faults, bool stop_at_failure, std::uint32_t trace_lines,
-                    bool squeeze) {
+                    bool check_engine, nb::object faults, bool stop_at_failure, std::uint32_t trace_lines, bool squeeze,
+                    bool counted) {
     EngineSimulationOptions options;
     options.squeeze = squeeze;
+    options.counted = counted;
     options.trace_lines = trace_lines;
     options.ranks = ranks;
     options.requests_per_rank = requests_per_rank;
@@ -146,8 +152,9 @@ nb::list run_engine(const std::vector<std::uint64_t>& seeds, std::uint32_t ranks
 
 // The n-th operation fails, for every n: until a run sees no n-th operation any more.
 nb::dict run_engine_nth(std::uint64_t seed, const std::string& how, std::uint32_t ranks,
-                        std::uint32_t requests_per_rank) {
+                        std::uint32_t requests_per_rank, bool counted) {
     EngineSimulationOptions options;
+    options.counted = counted;
     options.seed = seed;
     options.ranks = ranks;
     options.requests_per_rank = requests_per_rank;
@@ -387,11 +394,16 @@ void bind_probe(nb::module_& module) {
 void bind_engine_simulation(nb::module_& module) {
     module.def("run_engine", &run_engine, "seeds"_a, "ranks"_a = 0, "requests_per_rank"_a = 0, "check_engine"_a = true,
                "faults"_a.none() = nb::none(), "stop_at_failure"_a = false, "trace_lines"_a = 0, "squeeze"_a = false,
+               "counted"_a = false,
                "Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty "
                "where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. "
-               "`trace`: the last `trace_lines` events in words. `squeeze`: back-pressure from everywhere at once.");
+               "`trace`: the last `trace_lines` events in words. `squeeze`: back-pressure from everywhere at once. "
+               "`counted`: ordering class C; "
+               "`counting`: immediates, signals added, those that had to wait, aborted ones, strays, dropped "
+               "messages.");
     module.def(
         "run_engine_nth", &run_engine_nth, "seed"_a, "how"_a, "ranks"_a = 2, "requests_per_rank"_a = 6,
+        "counted"_a = false,
         "The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 2, … until "
         "there is no n-th one. {'struck': how many there were, 'failures': [(n, text)]}.");
     module.def(

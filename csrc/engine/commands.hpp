@@ -22,6 +22,8 @@ struct PostCommand {
     std::uint64_t bytes = 0;             // write, read; a notification's length
     std::uint64_t operand = 0;           // signal: what is added to the 64-bit word
     const std::byte* payload = nullptr;  // notification: `bytes` bytes, owned by the request until it is terminal
+    // Class C: the request whose writes the target counts before it applies its signal; invalid: none counts.
+    Ticket counted;
 };
 
 enum class PostOutcome : std::uint8_t { posted, again, failed };

@@ -460,7 +460,7 @@ void Engine::release_waiters(Line& line) {
         if (met(threshold, line)) {
             gate_.leave(index, line);
             try_gate(index);
-        } else if (policy_.ordering != OrderingClass::ordered || threshold.to > line.posted) {
+        } else if (policy_.ordering == OrderingClass::delivery_gated || threshold.to > line.posted) {
             return;  // those behind it need more
         }
         index = next;

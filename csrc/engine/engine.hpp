@@ -127,13 +127,14 @@ class Engine {
     //   invalid       an argument, or more operations than the table can ever hold
     //   timed_out     a lane that it uses holds quarantined work;  peer_dead, io_error, …: a latched error;  closed
     // No chunks and no controls: done at once. A request whose work has to queue behind a failed one is aborted with
-    // it.
+    // it. `counts` (class C): the provider can count for this peer now; a request that is writes and one signal for
+    // them then leaves its signal to the target.
     struct Submitted {
         Status status = Status::invalid;
         Ticket request;
     };
     Submitted submit(PeerId peer, std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls, Level level,
-                     TimeNs now);
+                     TimeNs now, bool counts = false);
     // Only while nothing of it was given out for posting (else `refused`, and it stays as it is); `stale`.
     Status cancel(Ticket request);
     // FREE(generation + 1). `refused` while not terminal; `stale`.
@@ -240,7 +241,7 @@ class Engine {
     void accept_chunk(std::uint32_t request, const ChunkSpec& spec);
     void accept_control(std::uint32_t request, const ControlSpec& spec);
     bool cover(std::uint32_t request, const ControlSpec& spec);
-    bool cover_line(std::uint32_t queue_pair, LineKind line, EndpointId endpoint);
+    bool cover_line(std::uint32_t queue_pair, LineKind line, EndpointId endpoint, bool counted = false);
     void link_live(std::uint32_t request);
     void unlink_live(std::uint32_t request);
 

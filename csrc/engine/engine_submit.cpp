@@ -71,8 +71,20 @@ bool Engine::room_for(std::span<const ChunkSpec> chunks, std::span<const Control
     return room;
 }
 
+namespace {
+
+// A target counts the writes of one request for the one signal behind them; what else there is has to be known to have
+// arrived before anything leaves.
+bool countable(std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls) {
+    if (chunks.empty() || controls.size() != 1) return false;
+    if (controls[0].kind != OpKind::signal || controls[0].scope != Scope::request) return false;
+    return std::all_of(chunks.begin(), chunks.end(), [](const ChunkSpec& spec) { return spec.kind == OpKind::write; });
+}
+
+}  // namespace
+
 Engine::Submitted Engine::submit(PeerId peer, std::span<const ChunkSpec> chunks, std::span<const ControlSpec> controls,
-                                 Level level, TimeNs) {
+                                 Level level, TimeNs, bool counts) {
     if (peer.value >= peers_.size()) return {Status::invalid, {}};
     const Peer& owner = peers_[peer.value];
     if (owner.state == PeerState::failed) return {owner.error, {}};
@@ -94,6 +106,7 @@ Engine::Submitted Engine::submit(PeerId peer, std::span<const ChunkSpec> chunks,
     request = Request{};
     request.level = level;
     request.peer = peer;
+    request.counted = counts && policy_.ordering == OrderingClass::counted_immediates && countable(chunks, controls);
     request.serial = ++moment_;
     request.unposted = request.outstanding = request.local_left = operations;
     advance(request, RequestEvent::submit);
@@ -193,13 +206,14 @@ bool Engine::cover(std::uint32_t request, const ControlSpec& spec) {
         const auto known =
             std::find_if(scratch_.begin(), end, [&](const Threshold& t) { return t.queue_pair == chunk.queue_pair; });
         if (known == end) {
-            cover_line(chunk.queue_pair, LineKind::data, endpoint);  // ends at the last accepted chunk: this request's
+            // Ends at the last accepted chunk: this request's.
+            cover_line(chunk.queue_pair, LineKind::data, endpoint, requests_[request].counted);
         }
     }
     return false;
 }
 
-bool Engine::cover_line(std::uint32_t queue_pair, LineKind kind, EndpointId endpoint) {
+bool Engine::cover_line(std::uint32_t queue_pair, LineKind kind, EndpointId endpoint, bool counted) {
     const QueuePair& lane = lanes_[queue_pair];
     const Line& line = lane.line(kind);
     if (line.retired == line.accepted) return false;  // nothing unfinished: covers nothing
@@ -208,7 +222,7 @@ bool Engine::cover_line(std::uint32_t queue_pair, LineKind kind, EndpointId endp
     threshold.line = kind;
     threshold.from = line.retired;
     threshold.to = line.accepted;
-    threshold.retired_to = retired_needed(policy_, lane, kind, endpoint, line.accepted);
+    threshold.retired_to = counted ? 0 : retired_needed(policy_, lane, kind, endpoint, line.accepted);
     return line.failed_until > line.retired;
 }
 

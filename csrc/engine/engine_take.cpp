@@ -99,6 +99,8 @@ void Engine::fill(PostCommand& out, const Operation& operation) const {
     if (mutant(Mutant::long_write) && operation.kind == OpKind::write) out.bytes += 8;
     out.operand = operation.operand;
     out.payload = operation.payload;
+    const bool counted = operation.request != no_index && requests_[operation.request].counted;
+    out.counted = counted ? request_slots_.ticket_of(operation.request) : Ticket{};
 }
 
 }  // namespace expertwire

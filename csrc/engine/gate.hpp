@@ -28,9 +28,8 @@ inline bool met(const Threshold& threshold, const Line& line) {
     return line.posted >= threshold.to && line.retired >= threshold.retired_to;
 }
 
-// What of a line a control must see retired, given what the policy promises about order on one endpoint. Class C's own
-// way (the receiver counts immediates) needs no gate, but its signals do not travel as controls; a control there is
-// gated like class B's, which is safe everywhere.
+// What of a line a control must see retired, given what the policy promises about order on one endpoint. In class C
+// every control that its target does not hold back itself (Request::counted) is gated like class B's.
 inline std::uint64_t retired_needed(const GatePolicy& policy, const QueuePair& covered, LineKind line,
                                     EndpointId control_endpoint, std::uint64_t to) {
     const bool order_promised =

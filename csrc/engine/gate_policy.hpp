@@ -12,7 +12,7 @@ enum class OrderingClass : std::uint8_t { ordered, delivery_gated, counted_immed
 
 struct GatePolicy {
     OrderingClass ordering = OrderingClass::delivery_gated;
-    bool delivery_complete = true;  // writes are posted with Level::delivered, whatever their request's level
+    bool delivery_complete = true;  // writes end with Level::delivered, whatever their request's level
     // Class A: larger writes prove nothing by their order (max_order_waw_size); they are gated as in class B.
     std::uint64_t ordered_bytes_max = ~std::uint64_t{0};
 };

@@ -28,6 +28,8 @@ enum class Mutant : std::uint8_t {
     reused_in_flight,         // low latency: rows on their way out are overwritten by the call after the next
     mask_forgets_consumed,    // low latency: a rank that is unmasked is not told what it missed
     never_reopens,            // a lane that aborted stays closed to what was accepted since
+    count_one_fewer,          // class C: the target adds a signal one immediate too early
+    tag_freed_at_failure,     // class C: the tag of a failed write is used again before its immediate has come
 };
 
 #ifdef EXPERTWIRE_MUTANTS

@@ -66,6 +66,8 @@ class Provider {
     virtual void fence_peer(PeerId) {}
 
     // Data plane.
+    // Class C: the peer counts what comes from here. False: not yet, or not now; it may have to be asked, so ask again.
+    virtual bool counts(PeerId) { return false; }
     virtual PostResult post(const PostCommand& command) = 0;
     virtual std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) = 0;
 

@@ -98,7 +98,7 @@ void SimulatedNetwork::run_until(TimeNs when) {
 
 void SimulatedNetwork::schedule(TimeNs at, EventKind kind, std::uint32_t flight) {
     Event event{at, sequence_++, kind, flight, 0};
-    if (kind != EventKind::stray) {
+    if (kind != EventKind::stray && kind != EventKind::message) {
         event.flight_number = flights_[flight].number;
         ++flights_[flight].events;
     }
@@ -113,6 +113,7 @@ void SimulatedNetwork::apply(const Event& event) {
         if (!dead_[rank]) provider(rank).completions_.push_back(completion);
         return;
     }
+    if (event.kind == EventKind::message) return arrive(event);
     Flight& flight = flights_[event.flight];
     if (!flight.used || flight.number != event.flight_number) return;  // ended by close() or remove_peer()
     if (frozen_[flight.source] || frozen_[flight.target]) {
@@ -147,6 +148,7 @@ void SimulatedNetwork::apply(const Event& event) {
             complete(event.flight, Level::delivered);
             break;
         case EventKind::stray:
+        case EventKind::message:
             break;
     }
     if (flights_[event.flight].events == 0) end_or_stick(event.flight);
@@ -182,7 +184,7 @@ void SimulatedNetwork::tell(const char* what, std::uint32_t rank, std::uint32_t 
 
 // ---- posting
 
-PostResult SimulatedNetwork::post(std::uint32_t rank, const PostCommand& command) {
+PostResult SimulatedNetwork::post(std::uint32_t rank, const PostCommand& command, const Extra& extra) {
     SimulatedProvider& provider_of_rank = provider(rank);
     trace(now_, 64 + rank, command.ticket.pack());
     const auto& closed = provider_of_rank.closed_endpoints_;
@@ -210,7 +212,7 @@ PostResult SimulatedNetwork::post(std::uint32_t rank, const PostCommand& command
         outcome = Status::io_error;
     }
     tell("post", rank, target, command, outcome);
-    launch(rank, target, command, outcome, outcome == Status::ok ? 0 : 5);
+    launch(rank, target, command, extra, outcome, outcome == Status::ok ? 0 : 5);
     return {};
 }
 
@@ -286,8 +288,8 @@ TimeNs SimulatedNetwork::arrival(std::uint32_t rank, std::uint32_t target, const
     return at;
 }
 
-void SimulatedNetwork::launch(std::uint32_t rank, std::uint32_t target, const PostCommand& command, Status outcome,
-                              std::int32_t code) {
+void SimulatedNetwork::launch(std::uint32_t rank, std::uint32_t target, const PostCommand& command, const Extra& extra,
+                              Status outcome, std::int32_t code) {
     const std::uint32_t index = new_flight();
     Flight& flight = flights_[index];
     flight.source = rank;
@@ -295,6 +297,9 @@ void SimulatedNetwork::launch(std::uint32_t rank, std::uint32_t target, const Po
     flight.command = command;
     flight.outcome = outcome;
     flight.code = code;
+    flight.immediate = extra.immediate;
+    flight.counts = !extra.message.empty();
+    flight.bytes.assign(extra.message.begin(), extra.message.end());
     if (nth(NthFault::lost) || random_.chance(faults_.lost_completion)) {
         note(NetworkFault::lost_completion);
         flight.lost = true;
@@ -372,11 +377,17 @@ void SimulatedNetwork::deliver(std::uint32_t index) {
         schedule(departed + model_.latency_ns, EventKind::deliver_read, index);
         return;
     }
+    if (flight.counts && flight.outcome == Status::ok) {  // it lands when its target has counted
+        flight.waits = true;
+        provider(flight.target).inbox_.push_back({flight.source, flight.target, flight.bytes});
+        return;
+    }
     capture(flight);
     tell(flight.outcome == Status::ok ? "landed" : "failed", flight.source, flight.target, flight.command,
          flight.outcome);
     if (flight.outcome == Status::ok) {
         land(flight);
+        if (flight.immediate) provider(flight.target).immediates_.push_back(*flight.immediate);
     } else if (flight.outcome == Status::io_error && flight.command.kind == OpKind::write) {
         flight.bytes.resize(flight.bytes.size() * random_.below(3) / 2);  // nothing, a torn half, or all of it
         land(flight);
@@ -450,7 +461,11 @@ void SimulatedNetwork::complete(std::uint32_t index, Level level) {
     tell(level == Level::delivered ? "completed" : "left", flight.source, flight.target, flight.command,
          flight.outcome);
     SimulatedProvider& source = provider(flight.source);
-    source.completions_.push_back(completion);
+    if (flight.immediate) {
+        source.left(completion, *flight.immediate);
+    } else {
+        source.completions_.push_back(completion);
+    }
     ++(flight.outcome == Status::ok ? source.counters_.completed : source.counters_.failed);
     add_noise(flight.source, completion);
 }
@@ -493,6 +508,7 @@ void SimulatedNetwork::end(std::uint32_t index) {
 
 void SimulatedNetwork::end_or_stick(std::uint32_t index) {
     Flight& flight = flights_[index];
+    if (flight.waits) return;
     const bool unheard = dead_[flight.target] && !death_reported_[flight.target];
     if (flight.used && (unheard || flight.lost) && !flight.completed) {
         flight.stuck = true;  // still holds its place in the queue and, as far as anyone may know, its buffer
@@ -539,6 +555,14 @@ void SimulatedNetwork::kill(std::uint32_t rank, bool reported) {
     death_reported_[rank] = reported;
     trace(now_, 97, rank);
     say("rank " + std::to_string(rank) + " died");
+    for (std::uint32_t i = 0; reported && i < flights_.size(); ++i) {  // whose signals wait there
+        Flight& flight = flights_[i];
+        if (!flight.used || !flight.waits || flight.target != rank) continue;
+        flight.waits = false;
+        flight.outcome = Status::peer_dead;
+        flight.code = 113;
+        complete_later(i, now_ + 2 * model_.latency_ns, EventKind::complete);
+    }
     // What it had posted last may never have left; where order is promised, nothing leaves without what came before it.
     const bool ordered = model_.ordering == OrderingClass::ordered;
     std::uint64_t oldest = sequence_;

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "provider/counted.hpp"
 #include "provider/provider.hpp"
 
 namespace expertwire {
@@ -45,6 +46,9 @@ struct NetworkModel {
     std::uint32_t transmit_queue = 128;  // operations one rank may have in flight before post() says AGAIN
     std::uint32_t completion_queue = ~std::uint32_t{0};  // completions that wait for a rank's poll; more wait behind it
     OrderingClass ordering = OrderingClass::delivery_gated;  // `ordered`: deliveries keep order per (endpoint, target)
+    bool delivery_complete = true;                           // else every write is counted (class C)
+    std::uint32_t counted_tags = 4096;                       // class C: of each source at each target
+    std::uint32_t counting_patience = 0;
     // Writes of at least so many bytes are pulled by the target: a request to send goes first, the bytes follow when
     // the target has asked for them. What is smaller, and every signal, overtakes them (SPEC T5). 0: all of them.
     std::uint64_t rendezvous_bytes = ~std::uint64_t{0};
@@ -171,7 +175,7 @@ class SimulatedNetwork {
 
   private:
     friend class SimulatedProvider;
-    enum class EventKind : std::uint8_t { deliver = 0, deliver_read, complete_local, complete, stray, pull };
+    enum class EventKind : std::uint8_t { deliver = 0, deliver_read, complete_local, complete, stray, pull, message };
     struct Event {
         TimeNs at = 0;
         std::uint64_t sequence = 0;
@@ -195,12 +199,24 @@ class SimulatedNetwork {
         bool captured = false;     // the source's bytes are in `bytes`: its buffer is free again
         bool landed = false;
         bool completed = false;
-        bool lost = false;    // its last completion will not come
-        bool pulled = false;  // rendezvous: the target has asked for the bytes
+        bool lost = false;                       // its last completion will not come
+        bool pulled = false;                     // rendezvous: the target has asked for the bytes
+        std::optional<std::uint32_t> immediate;  // class C: what comes with a counted write
+        bool counts = false;                     // class C: a signal whose target counts for it; `bytes` is its message
+        bool waits = false;                      // its message is there
         std::vector<std::byte> bytes;
     };
+    // What class C puts on the wire beside users' operations.
+    struct Message {
+        std::uint32_t source = 0, target = 0;
+        std::vector<std::byte> bytes;
+    };
+    struct Extra {
+        std::optional<std::uint32_t> immediate;
+        std::span<const std::byte> message;
+    };
 
-    PostResult post(std::uint32_t rank, const PostCommand& command);
+    PostResult post(std::uint32_t rank, const PostCommand& command, const Extra& extra);
     bool push_back(std::uint32_t rank);
     bool nth(NthFault how) const {
         return faults_.fail_how == how && faults_.fail_at != 0 && posts_ == faults_.fail_at;
@@ -208,8 +224,8 @@ class SimulatedNetwork {
     void tell(const char* what, std::uint32_t rank, std::uint32_t target, const PostCommand& command, Status status);
     void depart(std::uint32_t index, bool late);
     void complete_later(std::uint32_t index, TimeNs at, EventKind kind);
-    void launch(std::uint32_t rank, std::uint32_t target, const PostCommand& command, Status outcome,
-                std::int32_t code);
+    void launch(std::uint32_t rank, std::uint32_t target, const PostCommand& command, const Extra& extra,
+                Status outcome, std::int32_t code);
     Status check(std::uint32_t rank, std::uint32_t target, const PostCommand& command);
     TimeNs departure(std::uint32_t rank, std::uint64_t bytes, EndpointId endpoint = EndpointId{0});
     TimeNs latency(EndpointId endpoint) const;
@@ -228,6 +244,12 @@ class SimulatedNetwork {
     void drop_flights(const std::function<bool(const Flight&)>& which);
     std::uint32_t new_flight();
     void trace(std::uint64_t a, std::uint64_t b, std::uint64_t c);
+    // simulated_counted.cpp
+    bool send(std::uint32_t rank, std::uint32_t target, const std::vector<std::byte>& bytes);
+    void arrive(const Event& event);
+    std::uint32_t counting_flight(std::uint32_t rank, Ticket signal) const;
+    Status land_counted(std::uint32_t source, Ticket signal);
+    bool signal_answered(std::uint32_t rank, Ticket signal);
     void note(NetworkFault fault) { ++counts_[static_cast<std::size_t>(fault)]; }
 
     NetworkModel model_;
@@ -246,6 +268,7 @@ class SimulatedNetwork {
     std::array<std::uint64_t, network_faults> counts_{};
     std::priority_queue<Event, std::vector<Event>, std::greater<>> queue_;
     std::vector<Flight> flights_;
+    std::vector<Message> messages_;
     std::vector<std::uint32_t> free_flights_;
     std::vector<std::unique_ptr<SimulatedProvider>> providers_;
     std::vector<TimeNs> link_free_;         // per rank
@@ -272,7 +295,10 @@ class SimulatedProvider final : public Provider {
     PostResult post(const PostCommand& command) override;
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
     int wait_fd() const override { return -1; }
-    bool may_sleep() override { return completions_.empty() && arrivals_.empty(); }
+    bool may_sleep() override { return completions_.empty() && arrivals_.empty() && !has_counting_to_do(); }
+    bool counts(PeerId peer) override { return counted_ && counted_->counts(peer); }
+    bool has_counting_to_do() const { return counted_ && !(immediates_.empty() && inbox_.empty() && counted_->idle()); }
+    const Counting* counted() const { return counted_.get(); }
     ProviderCounters counters() const override { return counters_; }
     void close() override;
     void close_endpoint(EndpointId endpoint);  // as remove_peer(); later posts on it fail
@@ -293,9 +319,29 @@ class SimulatedProvider final : public Provider {
         bool known = false;
     };
 
+    // A counted write ends when it has left and was acknowledged, in either order.
+    enum class Sent : std::uint8_t { none = 0, posted, left, acknowledged };
+    struct Ledger {
+        Sent state = Sent::none;
+        PostCommand command;
+        std::uint32_t immediate = 0;
+    };
+    PostResult post_counted(const PostCommand& command);
+    PostResult post_counting(const PostCommand& command);
+    void poll_counted();
+    void report(const Completion& completion);
+    void left(const Completion& completion, std::uint32_t immediate);
+    void acknowledged(Ticket write);
+    void abandon(const std::function<bool(const PostCommand&)>& which);
+
     SimulatedNetwork& network_;
     std::uint32_t rank_;
     Capabilities capabilities_;
+    std::unique_ptr<Counting> counted_;  // class C
+    std::deque<SimulatedNetwork::Message> inbox_;
+    std::deque<std::uint32_t> immediates_;
+    std::uint64_t meetings_ = 0;
+    std::vector<Ledger> ledger_;  // by slot
     std::vector<Registered> regions_;
     std::vector<std::optional<std::uint32_t>> peers_;  // PeerId → rank
     std::vector<Remote> remotes_;

@@ -103,7 +103,7 @@ class EngineSimulation {
     void release_lost(std::uint32_t rank);
     void misfortune();
     void schedule_freeze();
-    bool tries_again() const;
+    bool tries_again();
     void advance();
     void heal();
     bool submitted_all() const;
@@ -236,6 +236,11 @@ void EngineSimulation::draw_job(EngineOracle::Job& job, std::uint32_t peer) {
     job.control_lane = static_cast<std::uint32_t>(random_.below(plan_.lanes));
     if (job.has_control) ++result_.scopes[static_cast<std::size_t>(job.scope)];
     const bool reads = random_.chance(0.2);
+    if (options_.counted && job.chunk_count > 0 && random_.chance(0.5)) {
+        job.has_control = true;
+        job.control = OpKind::signal;
+        job.scope = Scope::request;
+    }
     for (std::uint32_t c = 0; c < job.chunk_count; ++c) {
         EngineOracle::Chunk& chunk = job.chunks[c];
         chunk = {};
@@ -287,7 +292,8 @@ Engine::Submitted EngineSimulation::submit_job(std::uint32_t rank, std::uint32_t
         }
         controls.push_back(spec);
     }
-    return engine(rank).submit(PeerId{job.peer}, chunks, controls, job.level, network_.now());
+    const bool counts = network_.provider(rank).counts(PeerId{job.peer});
+    return engine(rank).submit(PeerId{job.peer}, chunks, controls, job.level, network_.now(), counts);
 }
 
 void EngineSimulation::submit_one(std::uint32_t rank) {
@@ -451,10 +457,11 @@ void EngineSimulation::misfortune() {
 
 // Somebody was pushed back in its own last turn, and not for longer than any burst. Who has no turn now still waits for
 // one: the clock must not run to its deadline meanwhile.
-bool EngineSimulation::tries_again() const {
+bool EngineSimulation::tries_again() {
     for (std::uint32_t rank = 0; rank < plan_.ranks; ++rank) {
         const std::uint32_t turns = members_[rank].again_turns;
         if (runs(rank) && turns > 0 && turns <= 100) return true;
+        if (runs(rank) && network_.provider(rank).has_counting_to_do()) return true;
     }
     return false;
 }
@@ -544,6 +551,16 @@ EngineSimulationResult EngineSimulation::summary() {
     result_.landings = oracle_.landings();
     result_.controls = oracle_.controls_checked();
     for (std::size_t i = 0; i < network_faults; ++i) result_.faults[i] = network_.count(static_cast<NetworkFault>(i));
+    for (std::uint32_t rank = 0; rank < plan_.ranks; ++rank) {
+        const Counting* counted = network_.provider(rank).counted();
+        if (counted == nullptr) continue;
+        result_.counting.immediates += counted->counters().immediates;
+        result_.counting.signals_added += counted->counters().signals_added;
+        result_.counting.signals_waited += counted->counters().signals_waited;
+        result_.counting.signals_aborted += counted->counters().signals_aborted;
+        result_.counting.strays += counted->counters().strays;
+        result_.counting.dropped += counted->counters().dropped;
+    }
     for (const Member& member : members_) {
         const EngineStatistics statistics = member.engine->statistics();
         for (std::size_t from = 0; from < request_states; ++from) {

@@ -25,6 +25,7 @@ struct EngineSimulationOptions {
     NetworkFaults faults;
     bool squeeze = false;  // no fault but being pushed back: 4 slots for all lanes, both queues at their minimum
     std::uint32_t trace_lines = 0;  // the last so many events, in words
+    bool counted = false;           // class C
 };
 
 enum class SimulationEvent : std::uint8_t {
@@ -61,6 +62,7 @@ struct EngineSimulationResult {
     std::uint64_t longest_wait = 0;  // squeeze: posts of a rank that a lane which could go on had to let pass
     std::vector<std::string> swarm;  // the kinds of faults that this seed has switched on
     std::vector<std::string> trace;
+    CountedCounters counting;  // class C: of all ranks
     std::array<std::uint64_t, 3> scopes{};
     std::array<std::uint64_t, network_faults> faults{};
     std::array<std::uint64_t, simulation_events> events{};

@@ -91,6 +91,12 @@ EnginePlan make_engine_plan(const EngineSimulationOptions& options, Random& rand
         plan.policy.ordering = OrderingClass::ordered;
         if (coin()) plan.policy.ordered_bytes_max = EngineOracle::chunk_bytes_max / 2;
     }
+    if (options.counted) {
+        plan.policy.ordering = OrderingClass::counted_immediates;
+        plan.model.delivery_complete = coin();
+        plan.model.counted_tags = static_cast<std::uint32_t>(random.between(2, 40));
+        plan.model.counting_patience = static_cast<std::uint32_t>(random.below(4));
+    }
     plan.model.ordering = plan.policy.ordering;
     plan.model.transmit_queue = coin() ? 128 : static_cast<std::uint32_t>(random.between(2, 12));
     draw_swarm(plan, random);

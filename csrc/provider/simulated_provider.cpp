@@ -33,12 +33,17 @@ std::optional<Value> from_bytes(std::span<const std::byte> bytes) {
 SimulatedProvider::SimulatedProvider(SimulatedNetwork& network, std::uint32_t rank) : network_(network), rank_(rank) {
     capabilities_.provider = "simulated";
     capabilities_.ordering = network.model_.ordering;
-    capabilities_.delivery_complete = true;
+    capabilities_.delivery_complete = network.model_.delivery_complete;
     capabilities_.remote_atomics = true;
     capabilities_.message_bytes_max = std::uint64_t{1} << 30;
     capabilities_.notification_bytes_max = 8192;
     capabilities_.transmit_queue = network.model_.transmit_queue;
     capabilities_.why = "simulated network: what the model says";
+    if (network.model_.ordering != OrderingClass::counted_immediates) return;
+    counted_ = std::make_unique<Counting>(network.model_.counted_tags, 256, network.model_.counting_patience,
+                                          [this](PeerId source, const CountedSignal& signal) {
+                                              return network_.land_counted(source.value, Ticket::unpack(signal.ticket));
+                                          });
 }
 
 ControlResult SimulatedProvider::register_region(RegionId id, const RegionSpec& spec) {
@@ -77,6 +82,8 @@ ControlResult SimulatedProvider::add_peer(PeerId peer, std::span<const std::byte
     if (!rank || *rank >= network_.ranks()) return {Status::invalid, 0, "add_peer: not an address of this network"};
     if (peer.value >= peers_.size()) peers_.resize(peer.value + 1);
     peers_[peer.value] = *rank;
+    // Whoever is added again is taken for another process: what the old one still sends must change nothing.
+    if (counted_) counted_->meet(peer, ++meetings_);
     return {};
 }
 
@@ -84,6 +91,10 @@ ControlResult SimulatedProvider::remove_peer(PeerId peer) {
     if (peer.value >= peers_.size() || !peers_[peer.value]) return {Status::invalid, 0, "remove_peer: unknown peer"};
     const std::uint32_t target = *peers_[peer.value];
     network_.drop_flights([&](const SimulatedNetwork::Flight& f) { return f.source == rank_ && f.target == target; });
+    if (counted_) {
+        counted_->leave(peer);
+        abandon([&](const PostCommand& command) { return command.peer == peer; });
+    }
     peers_[peer.value].reset();
     return {};
 }
@@ -99,7 +110,12 @@ ControlResult SimulatedProvider::add_remote_region(PeerId peer, RemoteRegionId i
 }
 
 PostResult SimulatedProvider::post(const PostCommand& command) {
-    const PostResult result = network_.post(rank_, command);
+    const bool counted =
+        counted_ && command.kind == OpKind::write && (command.counted.valid() || !capabilities_.delivery_complete);
+    const bool counting = counted_ && command.kind == OpKind::signal && command.counted.valid();
+    const PostResult result = counted    ? post_counted(command)
+                              : counting ? post_counting(command)
+                                         : network_.post(rank_, command, {});
     counters_.posted += result.outcome == PostOutcome::posted;
     counters_.again += result.outcome == PostOutcome::again;
     counters_.failed += result.outcome == PostOutcome::failed;
@@ -111,6 +127,7 @@ std::size_t SimulatedProvider::poll(std::span<Completion> completions, std::vect
         arrivals.push_back(std::move(arrivals_.front()));
         arrivals_.pop_front();
     }
+    if (counted_) poll_counted();
     std::size_t count = 0;
     while (count < completions.size() && !completions_.empty()) {
         completions[count++] = completions_.front();
@@ -129,6 +146,7 @@ void SimulatedProvider::close_endpoint(EndpointId endpoint) {
     closed_endpoints_.push_back(endpoint);
     network_.drop_flights(
         [&](const SimulatedNetwork::Flight& f) { return f.source == rank_ && f.command.endpoint == endpoint; });
+    if (counted_) abandon([&](const PostCommand& command) { return command.endpoint == endpoint; });
 }
 
 std::byte* SimulatedProvider::memory(RegionId id, std::uint64_t offset) const {

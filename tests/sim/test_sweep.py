@@ -17,11 +17,11 @@ def test_every_family_runs_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     assert sweep.main(["--seeds", "8", "--first", "2", "--jobs", "1", "--json", str(path)]) == 0
     said = capsys.readouterr()
     assert "everything held" in said.out
-    assert "18/18 seeds, 0 failing" in said.err
+    assert "27/27 seeds, 0 failing" in said.err
     rows = json.loads(path.read_text())["rows"]
     assert {row["family"] for row in rows} == set(sweep.FAMILIES)
     seeds = {row["family"]: row["value"] for row in rows if row["name"] == "seeds"}
-    assert seeds == {"engine": 8, "exchange": 8, "engine-nth": 1, "exchange-nth": 1}
+    assert seeds == {"engine": 8, "counted": 8, "exchange": 8, "engine-nth": 1, "counted-nth": 1, "exchange-nth": 1}
     assert {row["status"] for row in rows} == {"ok"}
 
 
@@ -43,10 +43,10 @@ def test_another_trace_in_another_process_is_a_failure() -> None:
     assert totals.seeds["engine"] == 10
 
 
-@pytest.mark.parametrize("family", ["engine", "exchange"])
+@pytest.mark.parametrize("family", ["engine", "counted", "exchange"])
 def test_a_failing_seed_prints_the_command_that_replays_it(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     failures = [sweep.Failure("exchange", 1, "")]
-    if family == "engine":
+    if family != "exchange":
         with kept_mutant("long_write"):
             failures = list(sweep.run_batch(sweep.Batch(family, 1, 2)).failures)
     assert failures

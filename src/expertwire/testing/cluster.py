@@ -51,6 +51,7 @@ class RunReport:
     faults: dict[str, int]  # how often the network did what
     events: dict[str, int]  # what else happened: cancels, verdicts, replaced endpoints, …
     transitions: dict[str, int]  # of requests, "FROM->TO"
+    counting: tuple[int, int, int, int, int, int]  # class C: immediates, signals added, waited, aborted; strays, dropped messages
 
     @property
     def passed(self) -> bool:
@@ -131,6 +132,7 @@ class SimulatedCluster:
     faults: NetworkFaults | None = None
     check_engine: bool = True
     squeeze: bool = False  # 4 slots for all lanes, both queues at their minimum, and no other fault
+    counted: bool = False  # ordering class C: targets count immediates
 
     def __post_init__(self) -> None:
         if not 0 <= self.ranks <= 64:
@@ -150,7 +152,7 @@ class SimulatedCluster:
                 raise InvalidArgumentError(f"seed {seed} is not a 64-bit number")
         options = None if self.faults is None else self.faults.as_options()
         rows: list[dict[str, Any]] = simulation().run_engine(
-            numbers, self.ranks, self.requests_per_rank, self.check_engine, options, stop_at_failure, 0, self.squeeze
+            numbers, self.ranks, self.requests_per_rank, self.check_engine, options, stop_at_failure, 0, self.squeeze, self.counted
         )
         return [RunReport(**{**row, "swarm": tuple(row["swarm"]), "trace": tuple(row["trace"])}) for row in rows]
 

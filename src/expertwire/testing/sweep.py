@@ -63,11 +63,11 @@ class Outcome:
 
 
 def _engine(batch: Batch) -> tuple[int, int, list[Failure]]:
-    reports = SimulatedCluster().run_many(batch.seeds())
+    reports = SimulatedCluster(counted=batch.family == "counted").run_many(batch.seeds())
     trace = 0
     for report in reports:
         trace = (trace * 31 + report.trace_hash) & WORD
-    return len(reports), trace, [Failure("engine", report.seed, report.failure) for report in reports if not report.passed]
+    return len(reports), trace, [Failure(batch.family, report.seed, report.failure) for report in reports if not report.passed]
 
 
 def _exchange(batch: Batch) -> tuple[int, int, list[Failure]]:
@@ -93,7 +93,8 @@ def _nth(family: str, run: Callable[[int, str], dict[str, object]], batch: Batch
 
 
 def _engine_nth(batch: Batch) -> tuple[int, int, list[Failure]]:
-    return _nth("engine-nth", lambda seed, how: simulation().run_engine_nth(seed, how), batch)
+    counted = batch.family == "counted-nth"
+    return _nth(batch.family, lambda seed, how: simulation().run_engine_nth(seed, how, counted=counted), batch)
 
 
 def _exchange_nth(batch: Batch) -> tuple[int, int, list[Failure]]:
@@ -112,8 +113,10 @@ class Family:
 
 FAMILIES = {
     "engine": Family("engines of 2 to 12 ranks under the seed's faults", 1, 200, _engine),
+    "counted": Family("the same with counted immediates: late ones, lost answers, forgotten peers", 1, 200, _engine),
     "exchange": Family("whole dispatches and combines on 1 to 12 ranks", 1, 50, _exchange),
     "engine-nth": Family("the n-th operation of a run fails, for every n and in every way", 100, 5, _engine_nth),
+    "counted-nth": Family("the same with counted immediates", 100, 5, _engine_nth),
     "exchange-nth": Family("the same of a whole exchange", 2_000, 1, _exchange_nth),
 }
 
@@ -219,9 +222,10 @@ def replay(what: str, mutant: str, lines: int) -> int:
     how, _, n = nth.partition(":")
     core = simulation()
     core.set_mutant(mutant)
-    if name.startswith("engine"):
+    if name.startswith(("engine", "counted")):
         faults = {"fail_at": int(n), "fail_how": how} if how else None
-        (row,) = core.run_engine([int(seed)], 2 if how else 0, 6 if how else 0, faults=faults, trace_lines=lines)
+        counted = name.startswith("counted")
+        (row,) = core.run_engine([int(seed)], 2 if how else 0, 6 if how else 0, faults=faults, trace_lines=lines, counted=counted)
         trace, failure, hashed = row["trace"], row["failure"], row["trace_hash"]
     else:
         result = core.run_exchange_seeds(int(seed), 1, mutant=mutant, trace_lines=lines, fail_at=int(n or 0), fail_how=how or "operation")
