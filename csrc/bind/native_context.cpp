@@ -99,10 +99,10 @@ void take_word(const nb::dict& options, const char* key, T& field,
 
 runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, const nb::dict& options) {
     static constexpr const char* known[] = {
-        "provider",    "libraries",        "source_address",  "domain",      "signal_path",  "delivery_complete",
-        "trust_order", "rendezvous",       "max_outstanding", "lanes",       "requests_max", "counters",
-        "timeout_ms",  "hard_timeout_ms",  "heartbeat_ms",    "silence_ms",  "sync_writes",  "liveness",
-        "endpoints",   "bulk_chunk_bytes", "bulk_window",     "bulk_hold_us"};
+        "provider",    "libraries",        "source_address",  "domain",       "signal_path",  "delivery_complete",
+        "trust_order", "rendezvous",       "max_outstanding", "lanes",        "requests_max", "counters",
+        "timeout_ms",  "hard_timeout_ms",  "heartbeat_ms",    "silence_ms",   "sync_writes",  "liveness",
+        "endpoints",   "bulk_chunk_bytes", "bulk_window",     "bulk_hold_us", "ordering"};
     for (auto [key, value] : options) {
         const std::string name = text(key);
         if (std::none_of(std::begin(known), std::end(known), [&](const char* word) { return name == word; }))
@@ -121,6 +121,8 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
               {{"auto", SignalPath::automatic}, {"atomic", SignalPath::atomic}, {"message", SignalPath::message}});
     take_word(options, "delivery_complete", result.settings.delivery_complete,
               {{"auto", DeliveryComplete::automatic}, {"1", DeliveryComplete::on}, {"0", DeliveryComplete::off}});
+    take_word(options, "ordering", result.settings.ordering,
+              {{"auto", OrderingWish::automatic}, {"gated", OrderingWish::gated}, {"counted", OrderingWish::counted}});
     take_word(options, "liveness", result.liveness,
               {{"auto", runtime::LivenessMode::automatic}, {"heartbeat", runtime::LivenessMode::heartbeat}});
     take_option(options, "max_outstanding", result.outstanding_max);
@@ -521,7 +523,8 @@ void bind_context(nb::module_& module) {
         "options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,\n"
         "signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, "
         "rendezvous,\n"
-        "max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, "
+        "ordering ('auto', 'gated', 'counted'), max_outstanding, lanes, requests_max, counters, timeout_ms, "
+        "hard_timeout_ms, heartbeat_ms, silence_ms, "
         "sync_writes,\n"
         "liveness ('auto', 'heartbeat').\n"
         "Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.");

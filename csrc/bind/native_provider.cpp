@@ -35,6 +35,10 @@ ProviderSettings settings_from(const nb::dict& options) {
     settings.delivery_complete = word == "1"   ? DeliveryComplete::on
                                  : word == "0" ? DeliveryComplete::off
                                                : DeliveryComplete::automatic;
+    const auto order = nb::cast<std::string>(options.get("ordering", nb::str("auto")));
+    settings.ordering = order == "gated"     ? OrderingWish::gated
+                        : order == "counted" ? OrderingWish::counted
+                                             : OrderingWish::automatic;
     settings.trust_order = nb::cast<bool>(options.get("trust_order", nb::bool_(false)));
     settings.rendezvous = nb::cast<std::string>(options.get("rendezvous", nb::str("")));
     return settings;
@@ -129,6 +133,7 @@ nb::list provider_table_rows() {
         row["delivery_complete_kept"] = rules.delivery_complete_kept;
         row["atomics_kept"] = rules.atomics_kept;
         row["plain_completion_gates"] = rules.plain_completion_gates;
+        row["prefers_counting"] = rules.prefers_counting;
         row["immediates_missing"] = rules.immediates_missing;
         row["binds_ip_address"] = rules.binds_ip_address;
         row["reports_death"] = rules.reports_death;

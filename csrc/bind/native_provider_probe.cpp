@@ -164,8 +164,9 @@ class ProviderProbe {
     nb::tuple post(const std::string& kind, std::uint32_t slot, std::uint32_t peer, std::uint32_t local,
                    std::uint64_t local_offset, std::uint32_t remote, std::uint64_t remote_offset, std::uint64_t bytes,
                    std::uint64_t operand, const nb::bytes& payload, std::uint32_t endpoint, bool delivered,
-                   std::uint32_t generation) {
+                   std::uint32_t generation, std::uint32_t counted) {
         PostCommand command;
+        if (counted != 0) command.counted = {counted % 4096, counted};
         command.ticket = {slot, generation};
         command.kind = kind == "write"    ? OpKind::write
                        : kind == "read"   ? OpKind::read
@@ -384,8 +385,9 @@ void bind_probe(nb::module_& module) {
         .def("post", &P::post, nb::arg("kind"), nb::arg("slot"), nb::arg("peer"), nb::arg("local") = 0,
              nb::arg("local_offset") = 0, nb::arg("remote") = 0, nb::arg("remote_offset") = 0, nb::arg("bytes") = 0,
              nb::arg("operand") = 0, nb::arg("payload") = nb::bytes("", 0), nb::arg("endpoint") = 0,
-             nb::arg("delivered") = true, nb::arg("generation") = 1,
-             "Returns (outcome, status, code). A notification's payload must outlive its completion.")
+             nb::arg("delivered") = true, nb::arg("generation") = 1, nb::arg("counted") = 0,
+             "Returns (outcome, status, code). `counted`, not 0: the request whose writes and signal the target "
+             "counts. A notification's payload must outlive its completion.")
         .def("poll", &P::poll, nb::arg("completions_max") = 64,
              "([(slot, generation, status, code)], [(peer, payload)])")
         .def("sleep", &P::sleep, nb::arg("timeout_ms"))

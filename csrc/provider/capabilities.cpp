@@ -30,7 +30,18 @@ OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettin
     if (std::string proof = order_proof(granted, settings, rules); !proof.empty()) {
         return {OrderingClass::ordered, true, std::move(proof)};
     }
-    if (granted.delivery_complete && rules.delivery_complete_kept) {
+    const bool gates = granted.delivery_complete && rules.delivery_complete_kept;
+    if (settings.ordering == OrderingWish::counted) {
+        return {OrderingClass::counted_immediates, granted.immediates,
+                granted.immediates ? "counted immediates were asked for"
+                                   : "counted immediates were asked for, and it has none of 4 bytes (fi_rma(3))"};
+    }
+    if (gates && granted.immediates && rules.prefers_counting && settings.ordering == OrderingWish::automatic) {
+        return {
+            OrderingClass::counted_immediates, true,
+            "no order is proved: the target counts writes, which costs less here than to wait for delivery-complete"};
+    }
+    if (gates) {
         return {OrderingClass::delivery_gated, true, "no order is proved: signals wait for delivery-complete"};
     }
     if (rules.plain_completion_gates) {
@@ -40,8 +51,8 @@ OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettin
     const std::string missing = rules.delivery_complete_kept ? "no delivery-complete (fi_cq(3))"
                                                              : "a delivery-complete that means no more than sent";
     if (granted.immediates) {
-        return {OrderingClass::counted_immediates, false,
-                "no order is proved and " + missing + ": needs counted immediates, which this version does not have"};
+        return {OrderingClass::counted_immediates, true,
+                "no order is proved and " + missing + ": the target counts writes"};
     }
     return {OrderingClass::delivery_gated, false,
             "no order is proved and " + missing + ": nothing says when a payload is in place"};
@@ -53,7 +64,9 @@ GatePolicy make_gate_policy(const Capabilities& capabilities, const ProviderSett
     policy.ordering = capabilities.ordering;
     policy.delivery_complete = capabilities.delivery_complete;
     policy.ordered_bytes_max = capabilities.ordered_bytes_max;
-    const bool needed = capabilities.ordering == OrderingClass::delivery_gated;
+    const bool counted = capabilities.ordering == OrderingClass::counted_immediates;
+    const bool needed =
+        capabilities.ordering == OrderingClass::delivery_gated || (counted && capabilities.delivery_complete);
     switch (settings.delivery_complete) {
         case DeliveryComplete::automatic:
             policy.delivery_complete = needed && capabilities.delivery_complete;
@@ -77,6 +90,9 @@ GatePolicy make_gate_policy(const Capabilities& capabilities, const ProviderSett
             }
             break;
     }
+    // What is not counted for a signal is acknowledged by its target all the same, one by one where the provider
+    // cannot.
+    policy.delivery_complete = policy.delivery_complete || counted;
     return policy;
 }
 

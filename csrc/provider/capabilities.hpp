@@ -33,11 +33,16 @@ struct Capabilities {
 // SPEC T8: EXPERTWIRE_DELIVERY_COMPLETE.
 enum class DeliveryComplete : std::uint8_t { automatic, on, off };
 
+// Which way signals are kept behind their payload, where there is a choice: what costs less, as the table says; a gate
+// on delivery (class B); counted immediates (class C).
+enum class OrderingWish : std::uint8_t { automatic, gated, counted };
+
 // What the user and the provider's own environment ask for. Read from the environment in fabric/config.py only.
 struct ProviderSettings {
     DeliveryComplete delivery_complete = DeliveryComplete::automatic;
     bool trust_order = false;  // EXPERTWIRE_TRUST_ORDER=1
-    std::string rendezvous;    // FI_CXI_RDZV_* as found, "NAME=VALUE …", "" where none is set
+    OrderingWish ordering = OrderingWish::automatic;
+    std::string rendezvous;  // FI_CXI_RDZV_* as found, "NAME=VALUE …", "" where none is set
 };
 
 // What `fi_getinfo` grants, as far as it decides the ordering class. Pure data, so that the rules are tested without a
@@ -50,7 +55,7 @@ struct GrantedOrder {
     std::uint64_t waw_bytes_max = 0;  // max_order_waw_size
     bool atomics = false;             // FI_ATOMIC granted and valid for a 64-bit add
     bool delivery_complete = false;
-    bool immediates = false;  // FI_RMA_EVENT-less remote CQ data of >= 4 bytes
+    bool immediates = false;  // remote CQ data of >= 4 bytes with a write
     std::uint32_t endpoints = 1;
 };
 

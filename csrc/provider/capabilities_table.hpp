@@ -22,6 +22,7 @@ struct ProviderRules {
     bool delivery_complete_kept;     // FI_DELIVERY_COMPLETE, where granted, means "visible at the target"
     bool atomics_kept;               // FI_ATOMIC, where granted, adds each operand exactly once
     bool plain_completion_gates;     // an ordinary completion will do instead
+    bool prefers_counting;           // class C where class B would do: it was measured, and everything has run with it
     const char* immediates_missing;  // what a write with immediate data lacks here; "" where it works as it comes
     bool binds_ip_address;           // its source is an IP address; else the domain names the NIC
     bool reports_death;              // operations to a dead peer end in errors

@@ -25,6 +25,7 @@ struct LibfabricOptions {
     std::uint32_t transmit_queue = 0;      // operations an endpoint holds before AGAIN; 0: the provider's own
     std::uint32_t receive_buffers = 256;   // posted for messages
     std::uint32_t notification_bytes_max = 8192;
+    std::uint32_t counted_tags = 4096;  // class C: of each peer's writes here, so many may be unacknowledged
     SignalPath signal_path = SignalPath::automatic;
     ProviderSettings settings;
 };

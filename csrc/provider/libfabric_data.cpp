@@ -59,6 +59,15 @@ PostResult LibfabricProvider::post(const PostCommand& command) {
     context.peer = peers_[command.peer.value].get();
     context.region = nullptr;
     context.remote = command.kind == OpKind::notification ? RemoteRegionId{} : command.remote;
+    context.immediate.reset();
+    if (is_counted(command)) return post_counted(command, context);
+    if (counted_ && command.kind == OpKind::signal && command.counted.valid()) {
+        if (const std::optional<ssize_t> outcome = post_counting(command, context)) {
+            const PostResult result = posted(*outcome, command, context);
+            if (*outcome == 0) context.state = OperationContext::State::posted_unanswered;
+            return result;
+        }
+    }
     switch (command.kind) {
         case OpKind::write:
         case OpKind::read:
@@ -110,8 +119,10 @@ ssize_t LibfabricProvider::post_rma(const PostCommand& command, OperationContext
     fid_ep* endpoint = objects_->endpoints[command.endpoint.value].get();
     context.region = &local;
     if (command.kind == OpKind::read) return fi_readmsg(endpoint, &message, FI_COMPLETION);
+    message.data = context.immediate.value_or(0);
     const bool deliver = command.level == Level::delivered && capabilities_.delivery_complete;
-    return fi_writemsg(endpoint, &message, FI_COMPLETION | (deliver ? FI_DELIVERY_COMPLETE : 0));
+    const std::uint64_t how = context.immediate ? FI_REMOTE_CQ_DATA : deliver ? FI_DELIVERY_COMPLETE : 0;
+    return fi_writemsg(endpoint, &message, FI_COMPLETION | how);
 }
 
 ssize_t LibfabricProvider::post_atomic(const PostCommand& command, OperationContext& context) {

@@ -174,11 +174,16 @@ Capabilities describe(const fi_info& info, const LibfabricOptions& options) {
     Capabilities capabilities;
     capabilities.provider = granted.provider;
     capabilities.ordering = verdict.ordering;
-    capabilities.delivery_complete = granted.delivery_complete;
+    // In class C without it (asked for, or not there) every write is acknowledged by its target.
+    const bool unwanted = verdict.ordering == OrderingClass::counted_immediates &&
+                          options.settings.delivery_complete == DeliveryComplete::off;
+    capabilities.delivery_complete = granted.delivery_complete && !unwanted;
     const ProviderRules& rules = rules_of(granted.provider, granted.fabric);
-    capabilities.remote_atomics =
-        granted.atomics && (options.signal_path == SignalPath::atomic ||
-                            (options.signal_path == SignalPath::automatic && rules.atomics_kept));
+    // Without delivery-complete an atomic ends when it has left; a message ends with its answer.
+    const bool ends_there = capabilities.delivery_complete || verdict.ordering != OrderingClass::counted_immediates;
+    capabilities.remote_atomics = granted.atomics && ends_there &&
+                                  (options.signal_path == SignalPath::atomic ||
+                                   (options.signal_path == SignalPath::automatic && rules.atomics_kept));
     capabilities.local_registration = (info.domain_attr->mr_mode & FI_MR_LOCAL) != 0;
     // An advertised FI_PROGRESS_AUTO was not honoured by native tcp (DESIGN), so the target polls on every provider.
     capabilities.manual_progress = true;

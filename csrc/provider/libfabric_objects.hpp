@@ -102,7 +102,8 @@ enum class MessageKind : std::uint8_t {
     revocation_answer,
     moved,
     moved_answer,
-    greeting
+    greeting,
+    counted  // class C; its bytes follow (counted.cpp)
 };
 
 struct MessageHeader {

@@ -15,11 +15,14 @@ constexpr int kRoundsMax = 4;       // so that a poll is bounded however much ar
 std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) {
     if (!objects_) return 0;
     std::size_t count = 0;
-    while (!immediate_.empty() && count < completions.size()) {
-        completions[count++] = immediate_.back();
-        immediate_.pop_back();
-        ++counters_.completed;
-    }
+    const auto take_immediate = [&] {
+        while (!immediate_.empty() && count < completions.size()) {
+            completions[count++] = immediate_.back();
+            immediate_.pop_back();
+            ++counters_.completed;
+        }
+    };
+    take_immediate();
     if (!early_.empty()) take_early(completions, count, arrivals);
     // The old one first: what it still holds comes to an end.
     if (replacing_ && count < completions.size())
@@ -27,8 +30,13 @@ std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vect
     for (int round = 0; round < kRoundsMax && count < completions.size(); ++round) {
         if (!drain_queue(queue_of(current_), completions, count, arrivals)) break;
     }
+    if (counted_) {
+        counting_ended();
+        take_immediate();  // now: whoever polls may sleep where nothing has come
+    }
     send_answers();
     send_notices();
+    if (counted_) send_counted();
     post_receives();
     if (!unmoved_.empty()) tell_unmoved();
     if (!moving_.empty()) advance_moves();
@@ -38,7 +46,7 @@ std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vect
 // True: there may be more.
 bool LibfabricProvider::drain_queue(fid_cq* queue, std::span<Completion> completions, std::size_t& count,
                                     std::vector<Arrival>& arrivals) {
-    std::array<fi_cq_msg_entry, kBatch> entries;
+    std::array<fi_cq_data_entry, kBatch> entries;
     const std::size_t wanted = std::min(kBatch, completions.size() - count);
     const ssize_t got = fi_cq_read(queue, entries.data(), wanted);
     if (got == -FI_EAVAIL) {
@@ -47,6 +55,10 @@ bool LibfabricProvider::drain_queue(fid_cq* queue, std::span<Completion> complet
     }
     if (got <= 0) return false;
     for (std::size_t index = 0; index < static_cast<std::size_t>(got); ++index) {
+        if (counted_ && (entries[index].flags & FI_REMOTE_CQ_DATA) != 0) {
+            counted_->immediate(static_cast<std::uint32_t>(entries[index].data));
+            continue;
+        }
         if (entries[index].op_context == nullptr) {
             ++counters_.unattributed_errors;
             continue;
@@ -95,6 +107,8 @@ void LibfabricProvider::complete(OperationContext& context, Status status, int c
     --in_flight_[context.endpoint];
     --context.peer->in_flight;
     free_peer(*context.peer);
+    if (context.bounce != OperationContext::kNone)
+        free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
     if (context.role == OperationContext::Role::answer) {
         context.state = State::idle;
         idle_receives_.push_back(&receive_of(context));
@@ -106,9 +120,9 @@ void LibfabricProvider::complete(OperationContext& context, Status status, int c
         return;
     }
     if (context.region != nullptr) --context.region->in_flight;
-    if (context.remote.valid()) --remotes_[context.remote.value].in_flight;
-    if (context.bounce != OperationContext::kNone)
-        free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
+    // A counted write is on its way there until it was acknowledged.
+    if (context.remote.valid() && !context.immediate) --remotes_[context.remote.value].in_flight;
+    if (status != Status::ok || context.peer->removed) uncount(context);
     if (context.state == State::posted_unanswered && status == Status::ok) {
         if (context.peer->removed) {
             finish(context, Status::peer_dead, code, completions, count);
@@ -165,6 +179,9 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
             return;
         case MessageKind::revocation_answer:
             revocation_answered(message);
+            break;
+        case MessageKind::counted:
+            if (counted_) counted_->message(sender->second, {buffer + sizeof(message), buffer + bytes});
             break;
         case MessageKind::moved:
         case MessageKind::greeting:
@@ -369,6 +386,7 @@ void LibfabricProvider::post_receives() {
 
 bool LibfabricProvider::may_sleep() {
     if (!objects_ || !immediate_.empty() || !unsent_answers_.empty() || !unsent_notices_.empty()) return false;
+    if (counted_ && !(counted_->idle() && counted_->ended().empty())) return false;
     if (replacing_ || !moving_.empty()) return false;
     const auto known = [&](const Early& early) { return by_instance_.contains(early.sender); };
     if (std::any_of(early_.begin(), early_.end(), known)) return false;

@@ -73,7 +73,7 @@ ControlResult LibfabricProvider::open() {
 ControlResult LibfabricProvider::open_queue(std::uint32_t half) {
     Handle<fid_cq>& queue = objects_->queues[half];
     fi_cq_attr attributes{};
-    attributes.format = FI_CQ_FORMAT_MSG;
+    attributes.format = FI_CQ_FORMAT_DATA;
     attributes.size = std::size_t{options_.slots} + 2 * std::size_t{options_.endpoints} * options_.receive_buffers + 64;
     attributes.wait_obj = FI_WAIT_FD;
     int code = fi_cq_open(objects_->domain.get(), &attributes, queue.out(), nullptr);
@@ -132,6 +132,7 @@ ControlResult LibfabricProvider::open_messages() {
         if (ControlResult result = open_message_set(index); !result.ok()) return result;
     }
     immediate_.reserve(options_.slots);
+    if (capabilities_.ordering == OrderingClass::counted_immediates) open_counting();
     post_receives();
     return {};
 }
@@ -316,6 +317,7 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
     by_instance_[header.instance] = peer;
     if (replacements_ > 0) ungreeted_.push_back(header.instance);
     removed_instances_.erase(header.instance);
+    if (counted_) counted_->meet(peer, header.instance);
     peers_[peer.value] = std::move(entry);
     return {};
 }
@@ -335,8 +337,10 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     for (OperationContext& context : objects_->contexts) {  // emulated signals whose answer will not come any more
         if (context.peer != entry.get() || context.state != OperationContext::State::unanswered) continue;
         context.state = OperationContext::State::idle;
+        uncount(context);
         immediate_.push_back({context.ticket, Status::peer_dead, context.level, 0});
     }
+    if (counted_) counted_->leave(peer);
     std::erase_if(retired_, [&](const std::unique_ptr<Peer>& old) { return old->in_flight == 0; });
     free_peer(*entry);
     if (entry->in_flight != 0) retired_.push_back(std::move(entry));

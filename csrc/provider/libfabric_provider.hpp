@@ -12,6 +12,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "provider/counted.hpp"
 #include "provider/libfabric_objects.hpp"
 
 namespace expertwire::fabric {
@@ -41,18 +42,19 @@ struct OperationContext {
     enum class State : std::uint8_t {
         idle,
         posted,             // one completion to come
-        posted_unanswered,  // emulated signal: completion and answer to come
-        unanswered,         // emulated signal: sent, answer to come
-        answered,           // emulated signal: answer overtook the completion of its own send
+        posted_unanswered,  // emulated signal, counted write: completion and answer to come
+        unanswered,         // the same: sent, answer to come
+        answered,           // the same: answer overtook the completion of its own send
     };
     fi_context2 fi{};  // first: its address is the context's
     Role role = Role::submission;
     State state = State::idle;
     Status answer = Status::ok;
-    std::uint32_t index = 0;       // slot, or number of the receive buffer
-    std::uint32_t endpoint = 0;    // posted over it
-    std::uint32_t set = 0;         // receive, answer: the MessageSet that it belongs to
-    std::uint32_t bounce = kNone;  // notification: which send buffer it holds
+    std::uint32_t index = 0;                 // slot, or number of the receive buffer
+    std::uint32_t endpoint = 0;              // posted over it
+    std::uint32_t set = 0;                   // receive, answer: the MessageSet that it belongs to
+    std::uint32_t bounce = kNone;            // notification, counting signal: which send buffer it holds
+    std::optional<std::uint32_t> immediate;  // counted write; none once it was acknowledged
     Ticket ticket;
     Level level = Level::delivered;
     Peer* peer = nullptr;
@@ -132,6 +134,7 @@ class LibfabricProvider final : public Provider {
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
     int wait_fd() const override { return wait_fd_; }
     bool may_sleep() override;
+    bool counts(PeerId peer) override { return counted_ && counted_->counts(peer); }
     ProviderCounters counters() const override { return counters_; }
     void close() override;
 
@@ -157,6 +160,18 @@ class LibfabricProvider final : public Provider {
         return peer.addresses[lane_of(endpoint) % peer.addresses.size()];
     }
     PostResult posted(ssize_t outcome, const PostCommand& command, OperationContext& context);
+
+    // libfabric_counted.cpp: class C
+    void open_counting();
+    bool is_counted(const PostCommand& command) const {
+        return counted_ && command.kind == OpKind::write &&
+               (command.counted.valid() || !capabilities_.delivery_complete);
+    }
+    PostResult post_counted(const PostCommand& command, OperationContext& context);
+    std::optional<ssize_t> post_counting(const PostCommand& command, OperationContext& context);
+    void counting_ended();
+    void send_counted();
+    void uncount(OperationContext& context);
 
     // libfabric_poll.cpp: completions and messages
     bool drain_queue(fid_cq* queue, std::span<Completion> completions, std::size_t& count,
@@ -200,7 +215,8 @@ class LibfabricProvider final : public Provider {
     std::span<std::byte> word_about(std::uint32_t half, MessageKind kind);
     ControlResult open_half(std::uint32_t first);
     ControlResult write_words(std::uint32_t first);
-    ssize_t send_word(std::uint32_t endpoint, Peer& peer, std::span<const std::byte> word);
+    ssize_t send_word(std::uint32_t endpoint, Peer& peer, std::span<const std::byte> word,
+                      std::uint32_t bounce = OperationContext::kNone);
     void tell_unmoved();
     void peer_moved(const MessageHeader& message, std::span<const std::byte> names);
     void answer_greeting(const Peer& peer);
@@ -248,6 +264,7 @@ class LibfabricProvider final : public Provider {
     std::unordered_map<std::uint64_t, PeerId> by_instance_;
     std::unordered_set<std::uint64_t> removed_instances_;
     std::vector<RemoteRegion> remotes_;  // by RemoteRegionId
+    std::unique_ptr<Counting> counted_;  // class C
 
     // Our own replacement.
     struct Unmoved {

@@ -117,7 +117,8 @@ void LibfabricProvider::forgo_peer(PeerId peer) {
 }
 
 // `word`: of word_about(); empty: the message of the notice that is next.
-ssize_t LibfabricProvider::send_word(std::uint32_t endpoint, Peer& peer, std::span<const std::byte> word) {
+ssize_t LibfabricProvider::send_word(std::uint32_t endpoint, Peer& peer, std::span<const std::byte> word,
+                                     std::uint32_t bounce) {
     OperationContext& notice = objects_->notices[free_notices_.back()];
     const bool own = word.empty();
     const ssize_t outcome =
@@ -129,6 +130,7 @@ ssize_t LibfabricProvider::send_word(std::uint32_t endpoint, Peer& peer, std::sp
     free_notices_.pop_back();
     notice.peer = &peer;
     notice.endpoint = endpoint;
+    notice.bounce = bounce;
     notice.state = OperationContext::State::posted;
     ++in_flight_[endpoint];
     ++peer.in_flight;
@@ -223,15 +225,17 @@ void LibfabricProvider::release(OperationContext& context) {
     if (context.state == State::idle) return;
     const bool held = context.state != State::unanswered;
     context.state = State::idle;
+    const bool counted = context.immediate.has_value();
+    uncount(context);
     if (!held) return;
     --in_flight_[context.endpoint];
     --context.peer->in_flight;
     if (context.role == OperationContext::Role::submission) {
         if (context.region != nullptr) --context.region->in_flight;
-        if (context.remote.valid()) --remotes_[context.remote.value].in_flight;
-        if (context.bounce != OperationContext::kNone)
-            free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
+        if (context.remote.valid() && !counted) --remotes_[context.remote.value].in_flight;
     }
+    if (context.bounce != OperationContext::kNone)
+        free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
     free_peer(*context.peer);
 }
 
@@ -300,9 +304,9 @@ void LibfabricProvider::advance_moves() {
     });
 }
 
-// An emulated signal that has left may not have been read there yet.
+// An emulated signal that has left may not have been read there yet, nor a counted write have arrived.
 bool LibfabricProvider::awaits_answers(const Peer& peer) const {
-    if (capabilities_.remote_atomics) return false;
+    if (capabilities_.remote_atomics && !counted_) return false;
     return std::any_of(objects_->contexts.begin(), objects_->contexts.end(), [&](const OperationContext& context) {
         return context.peer == &peer && context.state == OperationContext::State::unanswered;
     });

@@ -175,7 +175,9 @@ Engine::Submitted ContextState::submit(std::uint32_t rank, std::span<const Chunk
         }
         controls = copies;
     }
-    const Engine::Submitted submitted = engine->submit(PeerId{rank}, chunks, controls, level, now);
+    const bool counts = capabilities.ordering == OrderingClass::counted_immediates && !chunks.empty() &&
+                        !controls.empty() && provider->counts(PeerId{rank});
+    const Engine::Submitted submitted = engine->submit(PeerId{rank}, chunks, controls, level, now, counts);
     if (submitted.status == Status::ok) {
         RequestRecord& record = requests[submitted.request.slot];
         record.ticket = submitted.request;

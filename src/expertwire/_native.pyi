@@ -64,7 +64,7 @@ class Context:
         """
         options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,
         signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, rendezvous,
-        max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, sync_writes,
+        ordering ('auto', 'gated', 'counted'), max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, sync_writes,
         liveness ('auto', 'heartbeat').
         Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.
         """
@@ -294,9 +294,9 @@ class ProviderProbe:
 
     def add_remote_region(self, peer: int, id: int, key: bytes) -> None: ...
 
-    def post(self, kind: str, slot: int, peer: int, local: int = 0, local_offset: int = 0, remote: int = 0, remote_offset: int = 0, bytes: int = 0, operand: int = 0, payload: bytes = ..., endpoint: int = 0, delivered: bool = True, generation: int = 1) -> tuple:
+    def post(self, kind: str, slot: int, peer: int, local: int = 0, local_offset: int = 0, remote: int = 0, remote_offset: int = 0, bytes: int = 0, operand: int = 0, payload: bytes = ..., endpoint: int = 0, delivered: bool = True, generation: int = 1, counted: int = 0) -> tuple:
         """
-        Returns (outcome, status, code). A notification's payload must outlive its completion.
+        Returns (outcome, status, code). `counted`, not 0: the request whose writes and signal the target counts. A notification's payload must outlive its completion.
         """
 
     def poll(self, completions_max: int = 64) -> tuple:

@@ -5,12 +5,12 @@ Expertwire's deterministic simulation. Use expertwire.testing; this module's nam
 from collections.abc import Sequence
 
 
-def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False, trace_lines: int = 0, squeeze: bool = False) -> list:
+def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False, trace_lines: int = 0, squeeze: bool = False, counted: bool = False) -> list:
     """
-    Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. `trace`: the last `trace_lines` events in words. `squeeze`: back-pressure from everywhere at once.
+    Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. `trace`: the last `trace_lines` events in words. `squeeze`: back-pressure from everywhere at once. `counted`: ordering class C; `counting`: immediates, signals added, those that had to wait, aborted ones, strays, dropped messages.
     """
 
-def run_engine_nth(seed: int, how: str, ranks: int = 2, requests_per_rank: int = 6) -> dict:
+def run_engine_nth(seed: int, how: str, ranks: int = 2, requests_per_rank: int = 6, counted: bool = False) -> dict:
     """
     The n-th operation of the run fails (`how`: one of nth_faults()), and nothing else, for n = 1, 2, … until there is no n-th one. {'struck': how many there were, 'failures': [(n, text)]}.
     """

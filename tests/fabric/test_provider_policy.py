@@ -54,10 +54,24 @@ def test_a_delivery_complete_that_is_not_kept_is_not_gated_on() -> None:
     unordered = {**ORDERED, "write_after_write": False}
     assert not policy("verbs;ofi_rxm", **unordered)["safe"]  # ofi_rxm grants it, verbs reads it as an ordinary completion
     direct = policy("efa", fabric="efa-direct", immediates=True, delivery_complete=True)
-    assert (direct["ordering"], direct["safe"]) == ("counted_immediates", False)
+    assert (direct["ordering"], direct["safe"], direct["delivery_complete"]) == ("counted_immediates", True, True)
+    assert not policy("efa", fabric="efa-direct", delivery_complete=True)["safe"]
     assert policy("efa", fabric="efa", delivery_complete=True) == policy("efa", delivery_complete=True)
     assert policy("efa", delivery_complete=True)["ordering"] == "delivery_gated"
     assert not policy("efa", **{**ORDERED, "delivery_complete": False})["safe"]  # whatever order it should claim
+
+
+def test_counted_immediates_where_they_cost_less_or_are_asked_for() -> None:
+    plain = {"delivery_complete": True, "atomics": True, "immediates": True}
+    cheaper = {row["name"] for row in _native.provider_table() if row["prefers_counting"]}
+    for name in ("tcp;ofi_rxm", "efa", "shm"):
+        expected = "counted_immediates" if name.partition(";")[0] in cheaper else "delivery_gated"
+        assert policy(name, **plain)["ordering"] == expected
+        assert policy(name, {"ordering": "gated"}, **plain)["ordering"] == "delivery_gated"
+        counted = policy(name, {"ordering": "counted"}, **plain)
+        assert (counted["ordering"], counted["safe"], counted["delivery_complete"]) == ("counted_immediates", True, True)
+    assert not policy("tcp", {"ordering": "counted"}, **{**plain, "immediates": False})["safe"]
+    assert policy("verbs", {"ordering": "gated"}, **{**plain, "send_after_write": False})["ordering"] == "counted_immediates"
 
 
 def test_a_provider_without_a_row_is_gated_or_not_used() -> None:

@@ -137,6 +137,7 @@ class Settings:
     cxi_rendezvous_protocol: str = _variable(
         "FI_CXI_RDZV_PROTO", _text, "", exchanged=True, note="cxi's own setting; decides how it is pulled"
     )
+    ordering: str = "auto"  # of signals behind payloads, where there is a choice: "gated" or "counted" (docs/counted_immediates.md)
     unknown: tuple[str, ...] = ()  # EXPERTWIRE_* that nothing reads: most likely misspelt; doctor lists them
 
     @classmethod
@@ -187,6 +188,7 @@ class Settings:
         return {
             "delivery_complete": self.delivery_complete,
             "trust_order": self.trust_order,
+            "ordering": self.ordering,
             "rendezvous": " ".join(f"{name}={value}" for name, value in self.given().items() if name.startswith("FI_CXI_RDZV_")),
         }
 
