@@ -5,12 +5,14 @@
 
 #include <string>
 
+#include "engine/mutants.hpp"
 #include "provider/simulated.hpp"
 #include "rows/rows.hpp"
 
 namespace expertwire {
 
-NthFault nth_named(const std::string& name);  // throws ValueError for what is not one of nth_faults()
+NthFault nth_named(const std::string& name);   // throws ValueError for what is not one of nth_faults()
+Mutant mutant_named(const std::string& name);  // throws ValueError for what is not one of mutants()
 void bind_engine_simulation(nanobind::module_& module);
 void bind_exchange_simulation(nanobind::module_& module);
 void bind_rails_simulation(nanobind::module_& module);

@@ -24,18 +24,6 @@ namespace expertwire {
 
 namespace {
 
-constexpr std::array<const char*, 12> mutant_names{"none",
-                                                   "no_gate",
-                                                   "count_for_prefix",
-                                                   "no_generation_check",
-                                                   "publish_before_drain",
-                                                   "no_epoch_in_counters",
-                                                   "no_wait_for_notify",
-                                                   "buffer_freed_at_timeout",
-                                                   "long_write",
-                                                   "never_reopens",
-                                                   "count_one_fewer",
-                                                   "tag_freed_at_failure"};
 constexpr std::array<const char*, nth_faults> nth_names{"operation", "post", "again", "lost"};
 constexpr std::array<const char*, request_states> state_names{"FREE", "QUEUED", "POSTED",   "DRAINING",
                                                               "DONE", "FAILED", "CANCELLED"};
@@ -43,16 +31,13 @@ constexpr std::array<const char*, 14> status_names{"ok",        "pending", "woul
                                                    "peer_dead", "bad_key", "out_of_range", "timed_out", "refused",
                                                    "invalid",   "stale",   "closed",       "io_error"};
 
-void set_mutant(const std::string& name) {
-    for (std::size_t i = 0; i < mutant_names.size(); ++i) {
-        if (name != mutant_names[i]) continue;
-        active_mutant = static_cast<Mutant>(i);
-        return;
-    }
-    throw nb::value_error(("set_mutant: '" + name + "' is no mutant; see mutants()").c_str());
-}
-
 }  // namespace
+
+Mutant mutant_named(const std::string& name) {
+    for (const NamedMutant& each : named_mutants)
+        if (name == each.name) return each.mutant;
+    throw nb::value_error(("'" + name + "' is no mutant; see mutants()").c_str());
+}
 
 NthFault nth_named(const std::string& name) {
     for (std::size_t i = 0; i < nth_names.size(); ++i) {
@@ -409,10 +394,16 @@ void bind_engine_simulation(nb::module_& module) {
     module.def(
         "nth_faults", [] { return std::vector<std::string>(nth_names.begin(), nth_names.end()); },
         "What may become of the n-th operation.");
-    module.def("set_mutant", &set_mutant, "name"_a,
-               "Switch one kept fault on for the whole process ('none' switches it off). ValueError for another name.");
     module.def(
-        "mutants", [] { return std::vector<std::string>(mutant_names.begin(), mutant_names.end()); },
+        "set_mutant", [](const std::string& name) { active_mutant = mutant_named(name); }, "name"_a,
+        "Switch one kept fault on for the whole process ('none' switches it off). ValueError for another name.");
+    module.def(
+        "mutants",
+        [] {
+            std::vector<std::string> names;
+            for (const NamedMutant& each : named_mutants) names.emplace_back(each.name);
+            return names;
+        },
         "Names for set_mutant().");
     module.def(
         "transitions",

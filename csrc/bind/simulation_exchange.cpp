@@ -26,19 +26,6 @@ namespace {
 using simulation::Coverage;
 using simulation::Result;
 
-Mutant mutant_named(const std::string& name) {
-    if (name == "none") return Mutant::none;
-    if (name == "no_gate") return Mutant::no_gate;
-    if (name == "no_epoch_in_counters") return Mutant::no_epoch_in_counters;
-    if (name == "no_wait_for_notify") return Mutant::no_wait_for_notify;
-    if (name == "combine_without_notify") return Mutant::combine_without_notify;
-    if (name == "no_staging_credit") return Mutant::no_staging_credit;
-    if (name == "no_wait_for_window") return Mutant::no_wait_for_window;
-    if (name == "no_wait_for_readers") return Mutant::no_wait_for_readers;
-    if (name == "long_write") return Mutant::long_write;
-    throw nb::value_error(("no such mutant of the exchange: " + name).c_str());
-}
-
 nb::dict run_exchange_seeds(std::uint64_t first, std::uint64_t count, const std::string& mutant_name, bool stop,
                             std::uint32_t trace_lines, std::uint64_t fail_at, const std::string& fail_how) {
     simulation::Options options;

@@ -58,24 +58,6 @@ void bind_rows(nb::module_& module) {
         "isa"_a, "out"_a, "rows"_a, "weights"_a, "columns"_a, "One row of a low-latency combine.");
 }
 
-Mutant mutant_named(const std::string& name) {
-    static const std::map<std::string, Mutant> known = {
-        {"none", Mutant::none},
-        {"no_gate", Mutant::no_gate},
-        {"long_write", Mutant::long_write},
-        {"no_consumed_gate", Mutant::no_consumed_gate},
-        {"flag_before_rows", Mutant::flag_before_rows},
-        {"consumed_before_packed", Mutant::consumed_before_packed},
-        {"consumed_in_flight", Mutant::consumed_in_flight},
-        {"any_flag", Mutant::any_flag},
-        {"reused_in_flight", Mutant::reused_in_flight},
-        {"mask_forgets_consumed", Mutant::mask_forgets_consumed},
-    };
-    const auto found = known.find(name);
-    if (found == known.end()) throw nb::value_error(("no such mutant of the low-latency mode: " + name).c_str());
-    return found->second;
-}
-
 nb::dict run_seeds(std::uint64_t first, std::uint64_t count, const std::string& mutant, bool stop,
                    std::uint32_t trace_lines) {
     simulation::Options options;

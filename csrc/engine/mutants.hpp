@@ -33,6 +33,38 @@ enum class Mutant : std::uint8_t {
 };
 
 #ifdef EXPERTWIRE_MUTANTS
+// Their names, for whoever asks for one by name. Each stands beside its value: two lists in the same order once
+// drifted apart when two changes met.
+struct NamedMutant {
+    Mutant mutant;
+    const char* name;
+};
+inline constexpr NamedMutant named_mutants[] = {
+    {Mutant::none, "none"},
+    {Mutant::no_gate, "no_gate"},
+    {Mutant::count_for_prefix, "count_for_prefix"},
+    {Mutant::no_generation_check, "no_generation_check"},
+    {Mutant::publish_before_drain, "publish_before_drain"},
+    {Mutant::no_epoch_in_counters, "no_epoch_in_counters"},
+    {Mutant::no_wait_for_notify, "no_wait_for_notify"},
+    {Mutant::combine_without_notify, "combine_without_notify"},
+    {Mutant::no_staging_credit, "no_staging_credit"},
+    {Mutant::no_wait_for_window, "no_wait_for_window"},
+    {Mutant::no_wait_for_readers, "no_wait_for_readers"},
+    {Mutant::buffer_freed_at_timeout, "buffer_freed_at_timeout"},
+    {Mutant::long_write, "long_write"},
+    {Mutant::no_consumed_gate, "no_consumed_gate"},
+    {Mutant::flag_before_rows, "flag_before_rows"},
+    {Mutant::consumed_before_packed, "consumed_before_packed"},
+    {Mutant::consumed_in_flight, "consumed_in_flight"},
+    {Mutant::any_flag, "any_flag"},
+    {Mutant::reused_in_flight, "reused_in_flight"},
+    {Mutant::mask_forgets_consumed, "mask_forgets_consumed"},
+    {Mutant::never_reopens, "never_reopens"},
+    {Mutant::count_one_fewer, "count_one_fewer"},
+    {Mutant::tag_freed_at_failure, "tag_freed_at_failure"},
+};
+
 inline Mutant active_mutant = Mutant::none;  // one value for the process, set before a run, by its one caller
 inline bool mutant(Mutant which) {
     return active_mutant == which;

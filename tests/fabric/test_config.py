@@ -45,7 +45,7 @@ def test_everything_given() -> None:
     assert set(made.given()) == set(given)
     assert (made.node_of, made.hard_timeout(), made.sync_writes) == ((0, 0, 1), 900, True)
     rendezvous = "FI_CXI_RDZV_THRESHOLD=0 FI_CXI_RDZV_GET_MIN=1 FI_CXI_RDZV_EAGER_SIZE=2 FI_CXI_RDZV_PROTO=alt_read"
-    assert made.provider_settings() == {"delivery_complete": "1", "trust_order": True, "rendezvous": rendezvous}
+    assert made.provider_settings() == {"delivery_complete": "1", "trust_order": True, "rendezvous": rendezvous, "ordering": "auto"}
     assert Settings().provider_settings()["rendezvous"] == ""
 
 
