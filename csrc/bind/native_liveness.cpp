@@ -3,12 +3,14 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bind/native_bind.hpp"
 #include "runtime/liveness.hpp"
@@ -61,6 +63,7 @@ class LivenessProbe {
         liveness_->suspect(checked(rank), "its connection broke", now_ms * ms);
     }
     void tick(std::int64_t now_ms) { liveness_->tick(now_ms * ms); }
+    std::vector<std::uint32_t> take_deaths() { return liveness_->take_deaths(); }
     std::optional<std::tuple<std::uint32_t, std::int32_t, std::string>> fault() const {
         const auto fault = liveness_->fault();
         if (!fault) return std::nullopt;
@@ -106,6 +109,7 @@ void bind_liveness(nb::module_& module) {
         .def("remove", &LivenessProbe::remove, "rank"_a, "Remove that rank here, as one that fell silent.")
         .def("lose_connection", &LivenessProbe::lose_connection, "rank"_a, "now_ms"_a,
              "The provider reports that rank unreachable.")
+        .def("take_deaths", &LivenessProbe::take_deaths, "Ranks whose work the engine is to end, since the last call.")
         .def("tick", &LivenessProbe::tick, "now_ms"_a, "Look around.")
         .def("fault", &LivenessProbe::fault, "None, or (rank at fault, rank that told or -1, why).")
         .def("state", &LivenessProbe::state, "rank"_a)

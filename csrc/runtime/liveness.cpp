@@ -67,6 +67,7 @@ void Liveness::remove(std::uint32_t rank) {
     peers_[rank] = Peer{};
     peers_[rank].fenced = fenced;
     move(peers_[rank].state, PeerState::removed);
+    std::erase(deaths_, rank);  // of the one that was: the engine would take it for its successor's
     if (first_ && first_->rank == rank) first_.reset();
     for (std::uint32_t other = 0; !first_ && other < peers_.size(); ++other)
         if (peers_[other].state == PeerState::dead) first_ = Fault{other, -1, peers_[other].why};

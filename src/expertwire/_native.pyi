@@ -552,6 +552,9 @@ class LivenessProbe:
     def lose_connection(self, rank: int, now_ms: int) -> None:
         """The provider reports that rank unreachable."""
 
+    def take_deaths(self) -> list[int]:
+        """Ranks whose work the engine is to end, since the last call."""
+
     def tick(self, now_ms: int) -> None:
         """Look around."""
 

@@ -230,3 +230,15 @@ def test_who_comes_back_under_its_name_is_not_held_dead_for_the_one_before() -> 
     assert watch.probe.fault() is None
     watch.probe.say(1, 3, False)
     assert watch.named(watch.now_ms)[:2] == (3, 1)
+
+
+def test_the_end_of_one_that_left_is_not_that_of_who_comes_back_under_its_name() -> None:
+    """Removed and added again before a turn has told the engine: a soak's rank was held dead for its predecessor."""
+    watch = Watch(3)
+    watch.probe.say(2, None, True)
+    watch.ends(2)
+    watch.until(watch.now_ms + 3000)
+    assert watch.probe.state(2) == "left"
+    watch.probe.remove(2)
+    watch.probe.add(2, watch.now_ms)
+    assert watch.probe.take_deaths() == []
