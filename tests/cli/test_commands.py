@@ -92,10 +92,58 @@ def test_bench_ep_smoke_has_its_own_shape(tmp_path: Path) -> None:
     assert done.returncode == Exit.OK, done.stderr
     row = values(out, "verified")[0]
     assert (row["tokens"], row["hidden"], row["experts"], row["topk"]) == (128, 1024, 64, 4)
+    assert [row["value"] for row in values(out, "worst_tokens_verified")] == [1]
     config = json.loads(out.read_text())["config"]
     assert config["options"]["smoke"] is True
     assert config["options"]["tokens"] == "1024", "as it was by default"
     assert (config["tokens"], config["provider"]) == ([128, 128], row["provider"]), "what it was resolved to"
+
+
+def test_bench_ep_beside_its_own_synchronous_fallback(tmp_path: Path) -> None:
+    out = tmp_path / "ep.json"
+    small = ["--rank-tokens", "40,0,7", "--hidden", "512", "--experts", "16", "--topk", "4", "--iterations", "2", "--warmup", "0"]
+    tuned = ["--skew", "--sms", "24", "--dispatch-config", "8,256,6,128", "--combine-config", "4,256,8,128"]
+    done = expertwire("bench", "ep", *small, *tuned, "--ranks", "3", "--ranks-per-node", "2", "--against", "sync", "--json", str(out))
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    assert [(row["engine"], row["value"]) for row in values(out, "verified")] == [("expertwire", 1), ("sync", 1)]
+    assert ratios(out, "async_over_sync") == RATIOS
+    assert all(row["value"] > 0 for row in values(out, "async_over_sync"))
+    assert {row["engine"] for row in values(out, "dispatch_us")} == {"expertwire", "sync"}
+    config = json.loads(out.read_text())["config"]
+    assert (config["routing"], config["sms"], config["tokens"]) == ("skewed", 24, [40, 0, 7])
+    assert (config["dispatch_config"], config["combine_config"]) == ([8, 256, 6, 128], [4, 256, 8, 128])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokens", "-5"], "--tokens is -5; the least is 0"),
+        (["--rank-tokens=4,-1", "--ranks", "2"], "--tokens is 4,-1; the least is 0"),
+        (["--sms", "7"], "--sms is 7; it must be even"),
+        (["--dispatch-config", "8,256,6"], "--dispatch-config is 8,256,6; that is 3 numbers, it must be 4"),
+        (["--combine-config", "8,256,x,1"], "--combine-config is '8,256,x,1'; give 4 whole numbers"),
+        (["--combine-config", "8,8,6,128"], "must be less than num_max_nvl_chunked_recv_tokens, which is 8"),
+        (["--smoke", "--preset", "slingshot-ep8"], "two shapes; give one"),
+    ],
+)
+def test_bench_ep_refuses_what_cannot_be_meant(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from expertwire.cli.main import main
+
+    assert main(["bench", "ep", *words]) == Exit.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_the_preset_is_the_published_shape() -> None:
+    import argparse
+
+    from expertwire.cli.bench import ep
+
+    parser = argparse.ArgumentParser()
+    ep.add_arguments(parser)
+    setup = ep.parse(parser.parse_args(["--preset", "slingshot-ep8", "--iterations", "3"]))
+    assert (setup.node_of, setup.tokens) == ((0, 0, 0, 0, 1, 1, 1, 1), (4096,) * 8)
+    assert (setup.hidden, setup.experts, setup.topk, setup.routing) == (7168, 288, 8, "uniform")
+    assert (setup.against, setup.iterations, setup.worst) == (("sync",), 3, False)
 
 
 def test_a_provider_that_is_not_here_is_status_3_or_2() -> None:

@@ -11,12 +11,10 @@ import torch.distributed as dist
 
 from expertwire.cli.bench.ep import ORDINARY, RECEIVED
 from expertwire.cli.bench.gloo import GlooExchange, GlooPlan
-from expertwire.ep import Buffer
+from expertwire.ep import Buffer, Config
 from expertwire.ep.layout import expert_bounds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from expertwire.cli.bench.ep import Setup
     from expertwire.ep.handle import Handle
 
@@ -42,8 +40,8 @@ class Arm(Protocol):
         """Writes and signals that this rank has given its provider so far."""
         ...
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
-        """Send each row to the ranks of its experts. Collective."""
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
+        """Send each row to the ranks of its experts; `worst`: as `num_worst_tokens`, where there is such a thing. Collective."""
         ...
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
@@ -58,14 +56,18 @@ class Arm(Protocol):
 class OursArm:
     """`expertwire.ep.Buffer`, called as a user calls it; `dispatch` and `layout` are timed apart."""
 
-    name = "expertwire"
     combine_inputs: tuple[str, ...] = (RECEIVED, ORDINARY)
 
-    def __init__(self, node_of: Sequence[int], received_max: int, hidden: int, experts: int, topk: int, provider: str | None) -> None:
-        rank = dist.get_rank()
+    def __init__(self, setup: Setup, received_max: int, *, sync: bool | None = None) -> None:
+        rank, node_of, experts = dist.get_rank(), setup.node_of, setup.experts
+        self.name = "sync" if sync else "expertwire"
+        if setup.sms is not None:
+            Buffer.set_num_sms(setup.sms)
+        self.dispatch_config = Config(Buffer.num_sms, *setup.dispatch_config) if setup.dispatch_config else None
+        self.combine_config = Config(Buffer.num_sms, *setup.combine_config) if setup.combine_config else None
         local_experts_max = max(1, -(-experts // len(node_of)))
         plan = Buffer.memory_plan(
-            node_of, num_max_recv_tokens=received_max, hidden=hidden, num_topk=topk, max_local_experts=local_experts_max
+            node_of, num_max_recv_tokens=received_max, hidden=setup.hidden, num_topk=setup.topk, max_local_experts=local_experts_max
         )
         self.experts = experts
         self.seconds: dict[str, float] = {}
@@ -74,8 +76,9 @@ class OursArm:
             num_nvl_bytes=plan[rank].data_bytes,
             explicitly_destroy=True,
             node_of=node_of,
-            provider=provider,
+            provider=setup.provider,
             max_local_experts=local_experts_max,
+            sync_writes=sync,
         )
         self.provider = self.buffer.provider
         self.handle: Handle | None = None
@@ -84,7 +87,7 @@ class OursArm:
         """See `Arm`."""
         return self.buffer.statistics()["provider_posted"]
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
         """See `Arm`."""
         begin = time.perf_counter()
         per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.experts)
@@ -97,6 +100,8 @@ class OursArm:
             num_tokens_per_expert=per_expert,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
+            num_worst_tokens=worst,
+            config=self.dispatch_config,
         )
         self.seconds["layout"], self.seconds["dispatch"] = middle - begin, time.perf_counter() - middle
         assert ids is not None
@@ -108,7 +113,7 @@ class OursArm:
         """See `Arm`."""
         assert self.handle is not None
         begin = time.perf_counter()
-        combined, _, _ = self.buffer.combine(y, self.handle)
+        combined, _, _ = self.buffer.combine(y, self.handle, config=self.combine_config)
         self.seconds["combine"] = time.perf_counter() - begin
         return combined
 
@@ -135,7 +140,7 @@ class GlooArm:
         """See `Arm`. Gloo does not count them."""
         return 0
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Received:
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
         """See `Arm`."""
         rows, ids, weights, self.plan = self.exchange.dispatch(x, topk_idx, topk_weights)
         self.tokens = x.shape[0]
@@ -159,7 +164,9 @@ def make_arms(setup: Setup, received: int) -> list[Arm]:
     """The engines of one run, on this rank, which receives so many rows. Collective."""
     most = torch.tensor(max(1, received))
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    arms: list[Arm] = [OursArm(setup.node_of, int(most), setup.hidden, setup.experts, setup.topk, setup.provider)]
+    arms: list[Arm] = [OursArm(setup, int(most), sync=False if "sync" in setup.against else None)]
+    if "sync" in setup.against:
+        arms.append(OursArm(setup, int(most), sync=True))
     if "gloo" in setup.against:
         arms.append(GlooArm(setup.ranks, setup.experts))
     return arms

@@ -7,7 +7,8 @@ A figure is the median over the iterations of the slowest rank's time; `low` and
   expertwire bench ep                                  eight ranks as two nodes of four, a DeepSeek-V3-shaped exchange
   expertwire bench ep --against gloo --json ep.json    beside the exchange as users write it with gloo
   expertwire bench ep --smoke                          a quick check: 128 tokens, hidden 1024, 64 experts, top-4
-  expertwire bench ep --tokens 0,128,1,77 --ranks 4    its own number of tokens for each rank
+  expertwire bench ep --rank-tokens 0,128,1,77 --ranks 4    its own number of tokens for each rank
+  expertwire bench ep --preset slingshot-ep8           the published shape, asynchronous and synchronous writes turn about (15 GiB)
   expertwire bench ep --loop 20 --ranks 2 --ranks-per-node 1                  sustained, beside the fallback and the raw ceiling
   expertwire bench ep --loop 20 --ranks 2 --ranks-per-node 1 --shape 2gbit    the same where the wire is the limit (needs tc)
 """
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 ROUTINGS = ("uniform", "skewed", "duplicates", "holes", "none")
 SMOKE = {"tokens": "128", "hidden": 1024, "experts": 64, "topk": 4}
+PRESETS = {
+    "slingshot-ep8": {"ranks": 8, "ranks_per_node": 4, "tokens": "4096", "hidden": 7168, "experts": 288, "topk": 8, "against": ["sync"]}
+}
+CONFIG_NUMBERS = 4  # of a `Config` beside the SMs: chunks sent and received, within a node and between nodes
 ROW_BYTES = 2  # of one bf16 element
 # Where the rows of a combine lie: written by the experts over the rows that they received, or in memory of their own.
 RECEIVED, ORDINARY = "received", "ordinary"
@@ -49,6 +54,10 @@ class Setup:
     iterations: int
     warmup: int
     seed: int
+    dispatch_config: tuple[int, ...] = ()  # empty: the table's
+    combine_config: tuple[int, ...] = ()
+    sms: int | None = None
+    worst: bool = False  # once more with num_worst_tokens, verified
 
     @property
     def ranks(self) -> int:
@@ -62,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-node", type=int, default=4, help="ranks that count as one node (default 4); the last node may be smaller"
     )
-    parser.add_argument("--tokens", default="1024", help="tokens of every rank, or one number for each, with commas (default 1024)")
+    parser.add_argument(
+        "--tokens", "--rank-tokens", default="1024", help="tokens of every rank, or one number for each, with commas (default 1024)"
+    )
     parser.add_argument("--hidden", type=int, default=7168, help="elements of a row, bf16 (default 7168)")
     parser.add_argument("--experts", type=int, default=256, help="experts of all ranks; need not divide by the ranks (default 256)")
     parser.add_argument("--topk", type=int, default=8, help="experts of a token (default 8)")
@@ -73,14 +84,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="uniform: top-k of random scores; skewed: some experts are a hundred times as likely; duplicates: ids drawn with repetition; "
         "holes: a third of the ids is −1, some tokens have none; none: all ids are −1",
     )
+    parser.add_argument("--skew", action="store_const", const="skewed", dest="routing", help="the same as --routing skewed")
+    parser.add_argument("--sms", type=int, metavar="N", help="Buffer.set_num_sms(N), even; on CPU it sizes hints alone")
+    for phase in ("dispatch", "combine"):
+        parser.add_argument(
+            f"--{phase}-config", metavar="A,B,C,D", help=f"chunks of {phase}: sent and received within a node, then between nodes"
+        )
     parser.add_argument(
         "--provider", help="what carries rows between nodes: tcp or local (default: EXPERTWIRE_PROVIDER, else the best found)"
     )
-    parser.add_argument("--against", choices=("gloo",), action="append", default=[], help="measure this engine in the same run, turn about")
+    parser.add_argument(
+        "--against",
+        choices=("gloo", "sync"),
+        action="append",
+        default=[],
+        help="measure it in the same run, turn about: gloo, or ours with EXPERTWIRE_SYNC_WRITES",
+    )
     parser.add_argument("--iterations", type=int, default=10, help="measured iterations (default 10)")
     parser.add_argument("--warmup", type=int, default=2, help="iterations before them, checked but not counted (default 2)")
     parser.add_argument("--seed", type=int, default=1, help="of rows and routing (default 1)")
     parser.add_argument("--smoke", action="store_true", help="128 tokens, hidden 1024, 64 experts, top-4, whatever those options say")
+    parser.add_argument("--skip-worst-tokens", action="store_true", help="--smoke without its run of num_worst_tokens")
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), help="ranks, nodes and shape of a published measurement, whatever those options say"
+    )
     parser.add_argument("--loop", type=float, metavar="SECONDS", help="sustained dispatch, async, synchronous and the raw loop in turn")
     parser.add_argument("--microbatches", type=int, default=1, help="with --loop: also in so many overlapping parts (default 1: not)")
     parser.add_argument("--shape", metavar="RATE", help="with --loop: in a network namespace whose loopback passes RATE, such as 2gbit")
@@ -131,6 +158,8 @@ def complain(measured: list[Measured]) -> None:
     for rank, one in enumerate(measured):
         if one.wire_rows and not one.wire_operations:
             print(f"rank {rank}: {one.wire_rows} rows for other nodes and not one operation posted to {one.provider}", file=sys.stderr)
+        for fault in one.worst_faults:
+            print(f"rank {rank}, num_worst_tokens: {fault}", file=sys.stderr)
         for samples in one.samples:
             for fault in samples.faults:
                 print(f"rank {rank}, {samples.arm}: {fault}", file=sys.stderr)
@@ -138,7 +167,9 @@ def complain(measured: list[Measured]) -> None:
 
 def parse(args: argparse.Namespace) -> Setup:
     """Check the numbers; an error names the option, its value and the limit."""
-    given = {**vars(args), **(SMOKE if args.smoke else {})}
+    if args.smoke and args.preset is not None:
+        raise InvalidArgumentError(f"--smoke and --preset {args.preset} are two shapes; give one of them")
+    given = {**vars(args), **(SMOKE if args.smoke else {}), **(PRESETS[args.preset] if args.preset is not None else {})}
     lowest = {"ranks": 1, "ranks_per_node": 1, "hidden": 1, "experts": 1, "topk": 1, "iterations": 1, "warmup": 0, "seed": 0}
     for name, least in lowest.items():
         if given[name] < least:
@@ -146,6 +177,8 @@ def parse(args: argparse.Namespace) -> Setup:
     ranks, experts, topk = given["ranks"], given["experts"], given["topk"]
     if topk > experts and given["routing"] in ("uniform", "skewed"):
         raise InvalidArgumentError(f"--topk is {topk}; {given['routing']} routing has at most --experts {experts} different ones to choose")
+    if args.sms is not None and (args.sms < 0 or args.sms % 2):
+        raise InvalidArgumentError(f"--sms is {args.sms}; it must be even, and at least 0")
     return Setup(
         node_of=tuple(rank // given["ranks_per_node"] for rank in range(ranks)),
         tokens=parse_tokens(str(given["tokens"]), ranks),
@@ -158,7 +191,30 @@ def parse(args: argparse.Namespace) -> Setup:
         iterations=given["iterations"],
         warmup=given["warmup"],
         seed=given["seed"],
+        dispatch_config=parse_config("--dispatch-config", args.dispatch_config),
+        combine_config=parse_config("--combine-config", args.combine_config),
+        sms=args.sms,
+        worst=args.smoke and not args.skip_worst_tokens,
     )
+
+
+def parse_config(option: str, text: str | None) -> tuple[int, ...]:
+    """`6,256,6,128`: what is sent at once, and what there is room for, within a node and between nodes."""
+    if text is None:
+        return ()
+    from expertwire.ep.config import Config
+
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidArgumentError(f"{option} is {text!r}; give {CONFIG_NUMBERS} whole numbers with commas") from None
+    if len(numbers) != CONFIG_NUMBERS:
+        raise InvalidArgumentError(f"{option} is {text}; that is {len(numbers)} numbers, it must be {CONFIG_NUMBERS}")
+    try:
+        Config(20, *numbers)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{option} is {text}: {error}") from None
+    return numbers
 
 
 def parse_tokens(text: str, ranks: int) -> tuple[int, ...]:
@@ -200,14 +256,17 @@ def make_inputs(setup: Setup, rank: int) -> Inputs:
 
 def _rank(rank: Rank, setup: Setup) -> Measured:
     from expertwire.cli.bench.arms import make_arms
-    from expertwire.cli.bench.paired import expect, measure
+    from expertwire.cli.bench.paired import check_worst, expect, measure
 
     own = make_inputs(setup, rank.rank)
     expected = expect(rank.rank, setup.ranks, setup.experts, lambda source: own if source == rank.rank else make_inputs(setup, source))
     arms = make_arms(setup, expected.rows.shape[0])
     rank.progress("ranks and fabric ready", 1, 1)
     try:
-        return measure(rank, arms, own, expected, list(setup.node_of), setup.iterations, setup.warmup)
+        measured = measure(rank, arms, own, expected, list(setup.node_of), setup.iterations, setup.warmup)
+        if setup.worst:
+            measured.worst_faults.extend(check_worst(arms[0], own, expected, list(setup.node_of), rank.rank))
+        return measured
     finally:
         for arm in arms:
             arm.close()
@@ -242,8 +301,14 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
                 report.add(f"{phase}_us", round(median * 1e6, 1), "µs", **shape, engine=arm, **place, **spread)
                 if payload:
                     report.add(f"{phase}_GBps", round(payload / median / 1e9, 3), "GB/s", **shape, engine=arm, **place)
+    if setup.worst:
+        good = not any(one.worst_faults for one in measured)
+        status = RowStatus.OK if good else RowStatus.FAILED
+        report.add("worst_tokens_verified", int(good), "", status, **shape, engine="expertwire")
     if "gloo" in arms:
         add_over_gloo(report, arms, shape)
+    if "sync" in arms:
+        add_async_over_sync(report, arms, shape)
     if received and min(one.received_rows for one in measured):
         copies = [max(one.copy_seconds[i] for one in measured) for i in range(setup.iterations)]
         copied = statistics.median(copies)
@@ -295,3 +360,11 @@ def add_over_gloo(report: Report, arms: dict[str, dict[str, list[float]]], label
             for seconds, place in by_place(ours, key):
                 ratio = theirs[phase] / statistics.median(seconds)
                 report.add(name, round(ratio, 3), "×", **labels, engine="gloo", phase=phase, **place)
+
+
+def add_async_over_sync(report: Report, arms: dict[str, dict[str, list[float]]], labels: dict[str, Any]) -> None:
+    """The synchronous fallback's median time over ours, by phase; layout counts as dispatch."""
+    for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total")):
+        for (ours, place), (theirs, _) in zip(by_place(arms["expertwire"], key), by_place(arms["sync"], key), strict=True):
+            ratio = statistics.median(theirs) / statistics.median(ours)
+            report.add("async_over_sync", round(ratio, 3), "×", **labels, engine="expertwire", phase=phase, **place)

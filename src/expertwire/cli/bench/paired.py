@@ -70,6 +70,7 @@ class Measured:
     copy_seconds: list[float]  # one plain copy of the received bytes, all ranks at once
     provider: str  # what carried our rows between nodes
     wire_operations: int  # what our provider was given to post, over all calls
+    worst_faults: list[str] = field(default_factory=list)  # of the run with num_worst_tokens
 
 
 def destinations(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
@@ -181,7 +182,7 @@ def check_combine(arm: Arm, combined: torch.Tensor, wanted: torch.Tensor) -> lis
     """Faults of one combine: ours bit for bit, others (who sum in an order of their own) by `calc_diff`."""
     if combined.shape != wanted.shape:
         return [f"combine gave {tuple(combined.shape)}, expected {tuple(wanted.shape)}"]
-    if arm.name == "expertwire":
+    if arm.name != "gloo":
         if same_bytes(combined, wanted):
             return []
         differs = (combined.view(torch.int16) != wanted.view(torch.int16)).any(1)
@@ -245,3 +246,20 @@ def measure(rank: Rank, arms: list[Arm], own: Inputs, expected: Expected, node_o
         arms[0].provider,
         arms[0].wire_operations(),
     )
+
+
+def check_worst(arm: Arm, own: Inputs, expected: Expected, node_of: list[int], rank: int) -> list[str]:
+    """Faults of one dispatch and combine whose results have as many rows as the fullest rank receives, whatever comes."""
+    valid = expected.rows.shape[0]
+    most = torch.tensor(max(1, valid))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    received = arm.dispatch(own.x, own.topk_idx, own.topk_weights, worst=int(most))
+    if received.rows.shape[0] != int(most):
+        return [f"dispatch gave {received.rows.shape[0]} rows, num_worst_tokens is {int(most)}"]
+    faults = check_dispatch(Received(received.rows[:valid], received.topk_idx[:valid], received.topk_weights[:valid]), expected)
+    if (received.topk_idx[valid:] != -1).any():
+        faults.append("dispatch: an expert id behind the last row is not -1")
+    made = torch.zeros_like(received.rows)
+    expert_rows(received.rows[:valid], rank, made[:valid])
+    combined = arm.combine(made)
+    return faults + check_combine(arm, combined, ordered_sum(own.x, expected.in_rank, node_of, rank))
