@@ -133,6 +133,28 @@ def test_bench_ep_refuses_what_cannot_be_meant(words: list[str], message: str, c
     assert message in capsys.readouterr().err
 
 
+def test_doctor_says_whether_a_shape_fits() -> None:
+    from expertwire.cli import doctor
+    from expertwire.cli.report import Report
+    from expertwire.ep import Buffer
+    from expertwire.errors import InvalidArgumentError
+
+    report = Report("doctor", {})
+    for text in ("128,1024,64,4,3,2", "4000000,7168,256,8,8,4"):
+        doctor._fits(report, *doctor.parse_shape(text))
+    small, large = (row.as_json() for row in report.rows)
+    plan = Buffer.memory_plan([0, 0, 1], num_max_recv_tokens=384, hidden=1024, num_topk=4, max_local_experts=22)
+    assert small["value"] == max(one.total_bytes for one in plan)
+    assert small["needed_bytes"] == plan[0].total_bytes + plan[1].total_bytes
+    assert (small["status"], large["status"]) == ("ok", "failed")
+    assert large["needed_bytes"] > large["available_bytes"] > 0
+    for number in ("needed_bytes", "available_bytes"):
+        assert str(large[number]) in large["found"]
+    for text, said in (("1,2", "that is 2 numbers"), ("a,1,1,1,1,1", "whole numbers"), ("1,1,0,1,1,1", "EXPERTS is 0, the least is 1")):
+        with pytest.raises(InvalidArgumentError, match=said):
+            doctor.parse_shape(text)
+
+
 def test_the_preset_is_the_published_shape() -> None:
     import argparse
 

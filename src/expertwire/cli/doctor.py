@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertwire.cli.report import Exit, Report, RowStatus, options, terminal
-from expertwire.errors import ExpertwireError
+from expertwire.errors import ExpertwireError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from expertwire.fabric.config import Settings
@@ -28,6 +28,7 @@ ORDERINGS = {
 }
 MEMLOCK_WANTED = 64 << 20
 FILES_WANTED = 1024
+SHAPE = ("TOKENS", "HIDDEN", "EXPERTS", "TOPK", "RANKS", "RANKS_PER_NODE")  # of --shape; tokens of each rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--settings", action="store_true", help="list every environment variable, its value and what it does, and nothing else"
     )
+    parser.add_argument(
+        "--shape", metavar=",".join(SHAPE), help="also: what a Buffer takes with which a rank may receive every token, beside what is free"
+    )
     parser.add_argument("--all", action="store_true", help="list every domain of every provider, not one line for each provider")
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, print, write; returns the exit status: FAILED only where nothing can run."""
+    shape = parse_shape(args.shape) if args.shape is not None else None
     report = Report("doctor", {"options": options(args)})
     if args.settings:
         return _list_settings(report, args.json)
@@ -49,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         _library(report, settings)
         _providers(report, settings, args.all)
         _interface(report, settings)
+        if shape is not None:
+            _fits(report, *shape)
     _machine(report)
     _memory(report)
     report.write(args.json)
@@ -210,6 +217,40 @@ def _memory(report: Report) -> None:
         (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")), 0
     )
     _note(report, "memory_available", available, "MemAvailable", unit="bytes")
+
+
+def parse_shape(text: str) -> list[int]:
+    """The six numbers of --shape. Raises `InvalidArgumentError` that says which cannot be used."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidArgumentError(f"--shape is {text!r}; give {','.join(SHAPE)}, whole numbers") from None
+    if len(numbers) != len(SHAPE):
+        raise InvalidArgumentError(f"--shape is {text}; that is {len(numbers)} numbers, it must be {len(SHAPE)}: {','.join(SHAPE)}")
+    for name, number in zip(SHAPE, numbers, strict=True):
+        if number < 1:
+            raise InvalidArgumentError(f"--shape is {text}; {name} is {number}, the least is 1")
+    return numbers
+
+
+def _fits(report: Report, tokens: int, hidden: int, experts: int, topk: int, ranks: int, ranks_per_node: int) -> None:
+    """What the ranks of the fullest node take of this machine's memory, where any rank may receive all tokens, beside what is free."""
+    from expertwire.ep import Buffer
+    from expertwire.fabric.native import memory_available
+
+    node_of = [rank // ranks_per_node for rank in range(ranks)]
+    plan = Buffer.memory_plan(
+        node_of, num_max_recv_tokens=tokens * ranks, hidden=hidden, num_topk=topk, max_local_experts=-(-experts // ranks)
+    )
+    bytes_max = max(one.total_bytes for one in plan)
+    needed = max(sum(one.total_bytes for one, its in zip(plan, node_of, strict=True) if its == node) for node in set(node_of))
+    available, source = memory_available()
+    fits = needed <= available
+    found = f"a rank; {node_of.count(0)} ranks of a host need {_size(needed)} ({needed} bytes) of {_size(available)} ({available} bytes)"
+    advice = f"free by {source}" if fits else "num_nvl_bytes may be smaller: what does not fit then goes in rounds"
+    status = RowStatus.OK if fits else RowStatus.FAILED
+    numbers = {"needed_bytes": needed, "available_bytes": available}
+    report.add("shape", bytes_max, "bytes", status, found=found, advice=advice, **numbers)
 
 
 def _limits(report: Report) -> None:
