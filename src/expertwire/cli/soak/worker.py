@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from expertwire.cli.soak import plan
 from expertwire.cli.soak.plan import AREA_BYTES, LANES, SINK_BYTES, TRANSFERS_MAX, VICTIM_BYTES, Transfer
-from expertwire.errors import DeadlineError, InvalidArgumentError, StateError, TransferError
+from expertwire.errors import DeadlineError, InvalidArgumentError, PeerError, StateError, TransferError
 from expertwire.fabric import Chunk, Endpoint, Request, Scope, Signal, Status
 from expertwire.fabric.config import Settings
 from expertwire.testing.oracle import check_payload, payload
@@ -230,7 +230,12 @@ class Worker:
             self._open()
         else:
             chunk = Chunk(self._regions["send"], "unread", SINK_BYTES, 0, self.rank * SINK_BYTES, LANES)
-            cut_off = [self.endpoint.submit("write", leaver, [chunk]) for _ in range(CUT_OFF_WRITES)]
+            for _ in range(CUT_OFF_WRITES):
+                try:
+                    cut_off.append(self.endpoint.submit("write", leaver, [chunk]))
+                except PeerError:  # its farewell was heard first
+                    self._count("writes to who leaves")
+                    self.outcome.counted["writes cut off"] += 1
         blobs = self._exchange_blobs()
         if leaver == self.rank:
             self._begin(blobs)
