@@ -67,7 +67,3 @@ class CancelledRequestError(ExpertwireError):
 
 class UnavailableError(ExpertwireError):
     """Something this machine lacks (a library, a provider, an extra). The message says how to get it."""
-
-
-class PlannedError(UnavailableError, AttributeError):
-    """A name of the interface that is planned and not there yet: `hasattr` says False, and whoever uses it is told so."""

@@ -26,7 +26,6 @@ def test_every_class_is_below_the_root() -> None:
         (errors.StateError, RuntimeError),
         (errors.PeerError, ConnectionError),
         (errors.DeadlineError, TimeoutError),
-        (errors.PlannedError, AttributeError),
     ],
 )
 def test_builtin_bases(kind: type[Exception], builtin: type[Exception]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from expertwire.ep.handle import Handle
 from expertwire.ep.layout import check_node_table
 from expertwire.ep.low_latency import LowLatencyOperations
 from expertwire.ep.variants import keywords
-from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, PlannedError, StateError, UnavailableError
+from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, StateError, UnavailableError
 from expertwire.fabric.config import TIMEOUT_MS_MAX
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ _Sent = TypeVar("_Sent", torch.Tensor, tuple[torch.Tensor, torch.Tensor])  # BF1
 
 # Names that variants of DeepEP's Buffer take and that ask for nothing here.
 _VARIANTS = frozenset({"use_fabric", "allow_nvlink_for_normal_mode", "is_intranode"})
-# Names of DeepEP's Buffer that are not there yet, and what they belong to.
-PLANNED: dict[str, str] = {}
 _numbers = itertools.count()
 
 
@@ -278,14 +276,6 @@ class Buffer(LowLatencyOperations):
 
     def __repr__(self) -> str:
         return f"<Buffer rank {self.rank} of {self.group_size}, {self.num_nodes} nodes, {self._state.value}>"
-
-    if not TYPE_CHECKING:  # a checker finds a misspelt name by itself
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Only for names that are not there. Raises `PlannedError` or `AttributeError`."""
-            if name in PLANNED:
-                raise PlannedError(f"Buffer.{name} is part of {PLANNED[name]}, which is planned and not there yet")
-            raise AttributeError(f"Buffer has no attribute {name!r}")
 
     @keywords()
     def get_comm_stream(self) -> torch.Stream:
