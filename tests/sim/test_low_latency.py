@@ -72,5 +72,5 @@ def test_seeds_that_failed_once() -> None:
 
 
 def test_an_unknown_mutant_is_refused() -> None:
-    with pytest.raises(ValueError, match="no such mutant"):
+    with pytest.raises(ValueError, match="is no mutant"):
         _simulation.run_low_latency_seeds(0, 1, mutant="nonsense")
