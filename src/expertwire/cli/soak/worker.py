@@ -236,12 +236,15 @@ class Worker:
                 except PeerError:  # its farewell was heard first
                     self._count("writes to who leaves")
                     self.outcome.counted["writes cut off"] += 1
+        dist.barrier()  # the writes shall meet an endpoint that closes, not a removal
+        if leaver != self.rank:
+            # Before the blobs are exchanged: a removal may replace the endpoint, and a blob from before leads to one that is closed.
+            self.endpoint.remove_peer(leaver)
         blobs = self._exchange_blobs()
         if leaver == self.rank:
             self._begin(blobs)
             self._count("left and came back")
             return
-        self.endpoint.remove_peer(leaver)
         for request in cut_off:
             if not request.done:
                 self._fail(f"a write to rank {leaver} outlives its removal")
