@@ -13,6 +13,7 @@
 #include "bind/simulation_bind.hpp"
 #include "bind/simulation_exchange_timed.hpp"
 #include "bind/simulation_exchange_world.hpp"
+#include "bind/simulation_seeds.hpp"
 #include "exchange/layout.hpp"
 #include "rows/rows.hpp"
 
@@ -34,26 +35,8 @@ nb::dict run_exchange_seeds(std::uint64_t first, std::uint64_t count, const std:
     options.mutant = mutant_named(mutant_name);
     options.trace_lines = trace_lines;
     Coverage coverage;
-    std::vector<Result> results;
-    {
-        const nb::gil_scoped_release released;
-        for (std::uint64_t seed = first; seed < first + count; ++seed) {
-            results.push_back(simulation::simulate_exchange(seed, options, coverage));
-            if (stop && !results.back().error.empty()) break;
-        }
-    }
-    nb::list hashes;
-    nb::list failures;
-    for (std::size_t at = 0; at < results.size(); ++at) {
-        hashes.append(results[at].trace_hash);
-        if (!results[at].error.empty()) failures.append(nb::make_tuple(first + at, results[at].error));
-    }
-    nb::dict out;
-    out["failures"] = failures;
-    out["trace_hashes"] = hashes;
-    out["coverage"] = nb::cast(coverage);
-    out["trace"] = nb::cast(results.empty() ? std::vector<std::string>{} : results.back().trace);
-    return out;
+    return report_seeds(first, count, stop, coverage,
+                        [&](std::uint64_t seed) { return simulation::simulate_exchange(seed, options, coverage); });
 }
 
 // The n-th operation fails, for n = first, first + stride, …: until a run sees no n-th operation any more.

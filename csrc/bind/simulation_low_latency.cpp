@@ -12,6 +12,7 @@
 
 #include "bind/simulation_bind.hpp"
 #include "bind/simulation_low_latency_world.hpp"
+#include "bind/simulation_seeds.hpp"
 #include "rows/fp8.hpp"
 
 namespace nb = nanobind;
@@ -64,26 +65,8 @@ nb::dict run_seeds(std::uint64_t first, std::uint64_t count, const std::string& 
     options.mutant = mutant_named(mutant);
     options.trace_lines = trace_lines;
     simulation::Coverage coverage;
-    std::vector<simulation::Result> results;
-    {
-        const nb::gil_scoped_release released;
-        for (std::uint64_t seed = first; seed < first + count; ++seed) {
-            results.push_back(simulation::simulate_low_latency(seed, options, coverage));
-            if (stop && !results.back().error.empty()) break;
-        }
-    }
-    nb::list hashes;
-    nb::list failures;
-    for (std::size_t at = 0; at < results.size(); ++at) {
-        hashes.append(results[at].trace_hash);
-        if (!results[at].error.empty()) failures.append(nb::make_tuple(first + at, results[at].error));
-    }
-    nb::dict out;
-    out["failures"] = failures;
-    out["trace_hashes"] = hashes;
-    out["coverage"] = nb::cast(coverage);
-    out["trace"] = nb::cast(results.empty() ? std::vector<std::string>{} : results.back().trace);
-    return out;
+    return report_seeds(first, count, stop, coverage,
+                        [&](std::uint64_t seed) { return simulation::simulate_low_latency(seed, options, coverage); });
 }
 
 }  // namespace
