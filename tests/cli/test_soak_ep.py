@@ -70,6 +70,12 @@ def test_one_mode_alone_whose_hash_follows_the_seed(mode: str) -> None:
     one, other = (soak(Setup(mode, (0, 1), "local", seed, 0.0, 5))["payload_hash"][0] for seed in (2, 3))
     assert one["mode"] == {"ht": "high_throughput", "ll": "low_latency"}[mode]
     assert one["blake2b"] != other["blake2b"]
+    rows = soak(Setup(mode, (0, 1), "local", 2, 0.0, 9, seeds=2))  # 4.5 iterations each: 5
+    whole, *each = rows["payload_hash"]
+    assert [(row["seed"], row["blake2b"]) for row in each] == [(2, one["blake2b"]), (3, other["blake2b"])]
+    assert whole["blake2b"] not in (one["blake2b"], other["blake2b"])
+    assert [row["value"] for row in rows["iterations"]] == [10, 5, 5]
+    assert [row["value"] for row in rows["seeds"]] == [2]
 
 
 def test_where_a_clock_decides_it_is_that_of_rank_0() -> None:
@@ -120,6 +126,7 @@ def test_it_sees_what_it_is_meant_to_see() -> None:
         (["--ranks", "1"], "--ranks is 1; it must be 2 to 64"),
         (["--ranks-per-node", "0"], "--ranks-per-node is 0; the least is 1"),
         (["--iterations", "-1"], "--iterations is -1"),
+        (["--seeds", "0"], "--seeds is 0; it must be 1 to 1000000"),
         (["--mode", "fast"], "--mode is 'fast'; give one of"),
     ],
 )

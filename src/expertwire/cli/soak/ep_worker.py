@@ -43,7 +43,7 @@ SCALE_COLUMNS = {"float32": 128, "int32": 512}
 
 @dataclass(frozen=True)
 class Setup:
-    """What to do; the same on every rank. Ends after `iterations`, or where that is 0 after `seconds`."""
+    """What to do; the same on every rank. Ends after `iterations`, or where that is 0 after `seconds`: of all seeds together."""
 
     mode: str
     node_of: tuple[int, ...]
@@ -51,11 +51,18 @@ class Setup:
     seed: int
     seconds: float
     iterations: int
+    seeds: int = 1  # `seed` and those after it, one after the other, each with Buffers of its own
 
     @property
     def ranks(self) -> int:
         """Processes."""
         return len(self.node_of)
+
+    def part(self, number: int) -> Setup:
+        """What seed `number`, from 0, does of it: an equal share, of iterations rounded up."""
+        return replace(
+            self, seed=self.seed + number, seeds=1, seconds=self.seconds / self.seeds, iterations=-(-self.iterations // self.seeds)
+        )
 
 
 @dataclass
@@ -68,6 +75,17 @@ class Outcome:
     failed: int = 0
     failures: list[str] = field(default_factory=list)  # the first few, in words
     calls: Counter[str] = field(default_factory=Counter)  # what was done, by kind
+    parts: list[Outcome] = field(default_factory=list)  # of several seeds, in order
+
+    def add(self, part: Outcome) -> None:
+        """Take in what one of several seeds has given."""
+        self.parts.append(part)
+        self.iterations += part.iterations
+        self.payload_bytes += part.payload_bytes
+        self.failed += part.failed
+        self.failures = (self.failures + part.failures)[:FAILURES_KEPT]
+        self.calls += part.calls
+        self.digest = hashlib.blake2b((self.digest + part.digest).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -101,20 +119,44 @@ def soak(rank: Rank, setup: Setup) -> Outcome:
 
 
 def _soak(rank: Rank, setup: Setup) -> Outcome:
+    teller = Teller(rank, setup)
+    if setup.seeds == 1:
+        return _one_seed(rank, setup, teller)
+    outcome = Outcome()
+    for number in range(setup.seeds):
+        outcome.add(_one_seed(rank, setup.part(number), teller))
+    return outcome
+
+
+def _one_seed(rank: Rank, setup: Setup, teller: Teller) -> Outcome:
+    begun = time.monotonic()
     worker = Worker(rank.rank, setup, lambda failure: rank.progress(f"{FAILED}{failure}", 0, 0))
-    begun, said = time.monotonic(), 0.0
-    steps = setup.iterations or round(setup.seconds)
     going = True
     while going:
         worker.iterate()
-        done, now = worker.outcome.iterations, time.monotonic()
-        going = goes_on(setup, done, now - begun)
-        if rank.rank == 0 and (done == 1 or now - said >= SAY_EVERY_S or not going):
-            said = now
-            rank.progress("iteration", done, 0)
-        at = done if setup.iterations else int(now - begun)
-        rank.progress("iterations" if setup.iterations else "seconds", min(at, steps - 1) if going else steps, steps)
+        going = goes_on(setup, worker.outcome.iterations, time.monotonic() - begun)
+        teller.did_one(last=not going)
     return worker.finish()
+
+
+class Teller:
+    """Says how far a rank has come, over all seeds."""
+
+    def __init__(self, rank: Rank, setup: Setup) -> None:
+        self._rank, self._by_count = rank, setup.iterations > 0
+        self._steps = setup.part(0).iterations * setup.seeds if self._by_count else max(1, round(setup.seconds))
+        self._begun, self._said, self._done, self._seeds_left = time.monotonic(), 0.0, 0, setup.seeds
+
+    def did_one(self, *, last: bool) -> None:
+        """An iteration is over; `last`: of its seed."""
+        self._done += 1
+        self._seeds_left -= last
+        now, over = time.monotonic(), self._seeds_left == 0
+        if self._rank.rank == 0 and (self._done == 1 or now - self._said >= SAY_EVERY_S or over):
+            self._said = now
+            self._rank.progress("iteration", self._done, 0)
+        at = self._done if self._by_count else int(now - self._begun)
+        self._rank.progress("iterations" if self._by_count else "seconds", self._steps if over else min(at, self._steps - 1), self._steps)
 
 
 def goes_on(setup: Setup, done: int, elapsed_s: float) -> bool:
@@ -168,7 +210,10 @@ class Worker:
     def finish(self) -> Outcome:
         """Close, and what there is to tell."""
         for name, buffer in self.buffers.items():
-            self.outcome.calls[f"operations posted, {name}"] += buffer.statistics()["provider_posted"]
+            counted = buffer.statistics()
+            self.outcome.calls[f"operations posted, {name}"] += counted["provider_posted"]
+            self.outcome.calls["posts that the provider refused for the moment"] += counted["posts_again"]
+            self.outcome.calls["times that work was ready and no slot was free"] += counted["slots_short"]
             buffer.destroy()
         self.outcome.digest = self._hash.hexdigest()
         return self.outcome
