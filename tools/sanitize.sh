@@ -43,9 +43,10 @@ address() {
     cp "$TOP"/address/_native*.so "$TOP"/address/_simulation*.so "$TOP"/address/_raw_loop "$package/expertwire/"
     [ $# -gt 0 ] || set -- tests/unit tests/sim tests/fabric tests/ep
     # The interpreter and torch keep memory until the end: leaks are not looked for. libstdc++ comes first of all, for its exceptions are
-    # intercepted only where it is there when the sanitizer starts.
+    # intercepted only where it is there when the sanitizer starts. CUDA's library, which torch may load, maps memory in the gap that the
+    # sanitizer otherwise keeps free of it, and without it fails with "out of memory".
     env LD_PRELOAD="$(library libasan.so) $(library libubsan.so) $(library libstdc++.so.6)" \
-        ASAN_OPTIONS="detect_leaks=0:abort_on_error=1:log_path=$FINDINGS/address" \
+        ASAN_OPTIONS="detect_leaks=0:protect_shadow_gap=0:abort_on_error=1:log_path=$FINDINGS/address" \
         UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:log_path=$FINDINGS/undefined" \
         PYTHONMALLOC=malloc PYTHONPATH="$package" "$PYTHON" -m pytest -q -p no:cacheprovider --timeout 600 "$@"
 }

@@ -159,28 +159,6 @@ def quiet_covers(endpoint: Endpoint, peer: int, count: int) -> int:
     return sum(request.done for request in requests)
 
 
-def status_cost_ns(endpoint: Endpoint, peer: int) -> float:
-    request = endpoint.write(peer, data(endpoint), "data", 4096)
-    request.wait()
-    status, rounds = request._native.status, 200_000
-    start = time.perf_counter_ns()
-    for _ in range(rounds):
-        status()
-    return (time.perf_counter_ns() - start) / rounds
-
-
-def post_cost_ns(endpoint: Endpoint, peer: int, length: int, window: int, rounds: int) -> float:
-    """Mean time of the call that posts one write."""
-    region, spent = data(endpoint), 0
-    for _ in range(rounds):
-        start = time.perf_counter_ns()
-        requests = [endpoint.write(peer, region, "data", length) for _ in range(window)]
-        spent += time.perf_counter_ns() - start
-        for request in requests:
-            request.wait()
-    return spent / rounds / window
-
-
 def stuck_write(endpoint: Endpoint, peer: int, length: int, timeout_ms: int) -> tuple[bool, bool, str]:
     """A write to a stopped peer: (deadline raised, still owned, the refusal to let its region go)."""
     region = data(endpoint)
