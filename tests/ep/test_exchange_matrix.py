@@ -170,11 +170,14 @@ def test_nodes_of_more_than_eight(world: World, node_of: tuple[int, ...]) -> Non
 
 
 def test_nodes_of_sixteen() -> None:
-    """Sixteen ranks, in one node and in two of which one has nine: no mask of eight anywhere."""
+    """Sixteen ranks, in one node, in two of which one has nine (no mask of eight anywhere), and in four of four, also without a token."""
     own = World(16)
     try:
         for node_of in ((0,) * 16, (0,) * 7 + (1,) * 9):
             check(own, Case(node_of, some(16, 30), topk=13, experts=70, biases=2, seed=32))
+        fours = tuple(rank // 4 for rank in range(16))  # more ranks than nodes: what is counted by rank does not fit what is by node
+        check(own, Case(fours, (0,) * 16, topk=4, experts=64, seed=33))
+        check(own, Case(fours, some(16, 30), topk=6, experts=64, provider="tcp", seed=34))
         own.forget()
     finally:
         own.close()
