@@ -115,6 +115,49 @@ def test_bench_ep_beside_its_own_synchronous_fallback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        (["--against", "ht", "--against", "sync"], ["received", "ordinary", "zero_copy"]),
+        (["--against", "ht", "--dtype", "fp8"], ["ordinary", "zero_copy"]),
+    ],
+    ids=["bf16", "fp8"],
+)
+def test_bench_ep_low_latency_verifies(words: list[str], places: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "ep.json"
+    shape = ["--rank-tokens", "9,0,17", "--hidden", "520", "--experts", "10", "--topk", "4", "--routing", "holes", "--iterations", "2"]
+    done = expertwire("bench", "ep", "--mode", "ll", *shape, *words, "--ranks", "3", "--ranks-per-node", "2", "--json", str(out))
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    engines = ["expertwire", *(["sync"] if "sync" in words else []), "high_throughput"]
+    assert [(row["engine"], row["value"]) for row in values(out, "verified")] == [(engine, 1) for engine in engines]
+    row = values(out, "dispatch_us")[0]
+    assert (row["mode"], row["dtype"], row["tokens"], row["ranks_per_node"]) == (
+        "low_latency",
+        words[-1] if "fp8" in words else "bf16",
+        17,
+        2,
+    )
+    for name in ("combine_us", "combine_GBps", "combine_send_us", "combine_hook_us"):
+        assert [row["combine_input"] for row in values(out, name) if row["engine"] == "expertwire"] == places
+    parts = [values(out, f"dispatch_{part}_us")[0]["low"] for part in ("send", "hook")]
+    assert 0 < max(parts) < row["high"]
+    assert all(row["value"] > 0 for name in ("over_ht", "dispatch_GBps", "wire_operations", "wire_bytes") for row in values(out, name))
+    assert {row["engine"] for row in values(out, "dispatch_GBps")} == set(engines) - {"high_throughput"}, "its rows count otherwise"
+
+
+def test_bench_ep_moves_fp8_rows(tmp_path: Path) -> None:
+    out = tmp_path / "ep.json"
+    done = expertwire(
+        "bench", "ep", "--smoke", "--dtype", "fp8", "--ranks", "2", "--ranks-per-node", "1", "--iterations", "2", "--json", str(out)
+    )
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    assert [row["value"] for name in ("verified", "worst_tokens_verified") for row in values(out, name)] == [1, 1]
+    assert [row["combine_input"] for row in values(out, "combine_us")] == ["ordinary"]
+    rows = values(out, "wire_bytes")[0]
+    assert rows["dtype"] == "fp8"
+    assert rows["value"] % (1024 + 8 * 4) == 0, "rows with their scales"
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--tokens", "-5"], "--tokens is -5; the least is 0"),
@@ -124,6 +167,10 @@ def test_bench_ep_beside_its_own_synchronous_fallback(tmp_path: Path) -> None:
         (["--combine-config", "8,256,x,1"], "--combine-config is '8,256,x,1'; give 4 whole numbers"),
         (["--combine-config", "8,8,6,128"], "must be less than num_max_nvl_chunked_recv_tokens, which is 8"),
         (["--smoke", "--preset", "slingshot-ep8"], "two shapes; give one"),
+        (["--mode", "ll", "--against", "gloo"], "--against gloo with --mode ll; that mode has ht and sync beside it"),
+        (["--against", "ht"], "--against ht with --mode ht; that mode has gloo and sync beside it"),
+        (["--dtype", "fp8", "--against", "gloo"], "what users write with gloo moves bf16 rows"),
+        (["--mode", "ll", "--loop", "1"], "--loop with --mode ll and --dtype bf16; it is of --mode ht and --dtype bf16 alone"),
     ],
 )
 def test_bench_ep_refuses_what_cannot_be_meant(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +200,25 @@ def test_doctor_says_whether_a_shape_fits() -> None:
     for text, said in (("1,2", "that is 2 numbers"), ("a,1,1,1,1,1", "whole numbers"), ("1,1,0,1,1,1", "EXPERTS is 0, the least is 1")):
         with pytest.raises(InvalidArgumentError, match=said):
             doctor.parse_shape(text)
+
+
+def test_doctor_says_whether_a_low_latency_shape_fits() -> None:
+    from expertwire.cli import doctor
+    from expertwire.cli.report import Report
+    from expertwire.ep import Buffer
+
+    report = Report("doctor", {})
+    doctor._fits_low_latency(report, *doctor.parse_shape("128,1024,64,4,3,2"))
+    doctor._fits_low_latency(report, *doctor.parse_shape("8192,7168,256,8,8,8"))
+    whole, least, large, _ = (row.as_json() for row in report.rows)
+    hint = Buffer.get_low_latency_rdma_size_hint(128, 1024, 3, 64)
+    plan = Buffer.memory_plan([0, 0, 1], num_rdma_bytes=hint, low_latency_mode=True, max_local_experts=22)
+    assert whole["value"] == max(one.total_bytes for one in plan)
+    assert plan[0].low_latency_data_bytes >= hint
+    assert whole["needed_bytes"] == plan[0].total_bytes + plan[1].total_bytes
+    assert whole["value"] > least["value"] > 0
+    assert (whole["status"], least["status"], large["status"]) == ("ok", "ok", "failed")
+    assert re.fullmatch(r"num_rdma_bytes=\d+ is enough where no combine is zero-copy", large["advice"])
 
 
 def test_the_preset_is_the_published_shape() -> None:

@@ -221,3 +221,27 @@ def test_the_plan_is_what_is_allocated(world: World) -> None:
         assert region == data
         assert total == control + staging + data
         assert min(control, staging) > 0
+
+
+def test_every_region_is_as_large_as_planned(world: World) -> None:
+    options = [
+        {"num_nvl_bytes": 1 << 20},
+        {"num_nvl_bytes": 100_001, "num_rdma_bytes": 4 << 20, "max_local_experts": 7},
+        {"low_latency_mode": True, "num_rdma_bytes": 100_001},
+        {"low_latency_mode": True, "num_rdma_bytes": 1 << 20, "num_nvl_bytes": 3 << 20, "max_local_experts": 7},
+    ]
+    for found in world.run(4, work.allocated, options):
+        for planned, has in found:
+            assert planned == has
+
+
+def test_the_least_memory_for_a_low_latency_shape_is_enough(world: World) -> None:
+    for least, hint in world.run(4, work.least_low_latency):
+        assert 0 < least < hint
+
+
+def test_a_low_latency_plan_needs_a_size_or_a_shape() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_rdma_bytes is 0 with low_latency_mode"):
+        Buffer.memory_plan([0, 1], low_latency_mode=True)
+    with pytest.raises(InvalidArgumentError, match="num_experts is 0"):
+        Buffer.memory_plan([0, 1], low_latency_mode=True, num_max_dispatch_tokens_per_rank=8, hidden=16)

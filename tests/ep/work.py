@@ -274,6 +274,44 @@ def bench_layout(rank: Rank) -> list[int]:
     return [plan.control_bytes, plan.staging_bytes, plan.data_bytes, plan.total_bytes, region.numel()]
 
 
+def allocated(rank: Rank, options: Sequence[dict[str, Any]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """For each of these Buffers: what the plan says, and what its regions have."""
+    node_of = [0] * (rank.size // 2) + [1] * (rank.size - rank.size // 2)
+    found = []
+    for one in options:
+        plan = Buffer.memory_plan(node_of, **one)[rank.rank]
+        buffer = Buffer(rank.group, node_of=node_of, **one)
+        context = buffer.runtime._context
+        names = {"control": plan.control_bytes, "staging": plan.staging_bytes, "data": plan.data_bytes}
+        if one.get("low_latency_mode"):
+            names |= {"ll_control": plan.low_latency_control_bytes, "ll_data": plan.low_latency_data_bytes}
+        else:
+            assert plan.low_latency_control_bytes == plan.low_latency_data_bytes == 0
+        assert plan.total_bytes == sum(names.values())
+        found.append((names, {name: context.region_bytes(context.region(name)) for name in names}))
+        buffer.destroy()
+    return found
+
+
+def least_low_latency(rank: Rank) -> tuple[int, int]:
+    """A dispatch and its combine of every format in the least memory for them; and what the hint would have taken."""
+    node_of = [0] * (rank.size // 2) + [1] * (rank.size - rank.size // 2)
+    tokens, hidden, experts, topk = 9, 257, 3 * rank.size + 1, 4
+    plan = Buffer.memory_plan(
+        node_of, low_latency_mode=True, num_max_dispatch_tokens_per_rank=tokens, hidden=hidden, num_experts=experts, num_topk=topk
+    )[rank.rank]
+    buffer = Buffer(rank.group, num_rdma_bytes=plan.low_latency_data_bytes, low_latency_mode=True, node_of=node_of)
+    x = torch.ones(tokens, hidden, dtype=torch.bfloat16)
+    ids = torch.arange(tokens * topk).view(tokens, topk) % experts
+    for use_fp8 in (False, True):
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=use_fp8)
+        y = torch.ones(*handle[0].shape, hidden, dtype=torch.bfloat16)
+        combined, _, _ = buffer.low_latency_combine(y, ids, torch.ones(tokens, topk), handle)
+        assert torch.equal(combined, torch.full_like(combined, topk))
+    buffer.destroy()
+    return plan.low_latency_data_bytes, Buffer.get_low_latency_rdma_size_hint(tokens, hidden, rank.size, experts)
+
+
 # ---- failures
 
 

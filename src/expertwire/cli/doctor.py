@@ -17,6 +17,7 @@ from expertwire.cli.report import Exit, Report, RowStatus, options, terminal
 from expertwire.errors import ExpertwireError, InvalidArgumentError
 
 if TYPE_CHECKING:
+    from expertwire.ep.buffer import MemoryPlan
     from expertwire.fabric.config import Settings
 
 EXPECTED = ("cxi", "efa", "verbs")  # looked for by name, so that their absence is told
@@ -40,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", metavar=",".join(SHAPE), help="also: what a Buffer takes with which a rank may receive every token, beside what is free"
     )
+    parser.add_argument(
+        "--mode",
+        choices=("ht", "ll"),
+        default="ht",
+        help="of --shape: high throughput (default), or low latency, whose tokens are num_max_dispatch_tokens_per_rank",
+    )
     parser.add_argument("--all", action="store_true", help="list every domain of every provider, not one line for each provider")
 
 
@@ -55,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         _providers(report, settings, args.all)
         _interface(report, settings)
         if shape is not None:
-            _fits(report, *shape)
+            (_fits if args.mode == "ht" else _fits_low_latency)(report, *shape)
     _machine(report)
     _memory(report)
     report.write(args.json)
@@ -236,21 +243,41 @@ def parse_shape(text: str) -> list[int]:
 def _fits(report: Report, tokens: int, hidden: int, experts: int, topk: int, ranks: int, ranks_per_node: int) -> None:
     """What the ranks of the fullest node take of this machine's memory, where any rank may receive all tokens, beside what is free."""
     from expertwire.ep import Buffer
-    from expertwire.fabric.native import memory_available
 
     node_of = [rank // ranks_per_node for rank in range(ranks)]
     plan = Buffer.memory_plan(
         node_of, num_max_recv_tokens=tokens * ranks, hidden=hidden, num_topk=topk, max_local_experts=-(-experts // ranks)
     )
+    _compare(report, "shape", node_of, plan, "num_nvl_bytes may be smaller: what does not fit then goes in rounds")
+
+
+def _fits_low_latency(report: Report, tokens: int, hidden: int, experts: int, topk: int, ranks: int, ranks_per_node: int) -> None:
+    """The same of a low-latency Buffer with the memory that callers allocate, and with the least that is enough."""
+    from expertwire.ep import Buffer
+
+    node_of = [rank // ranks_per_node for rank in range(ranks)]
+    hint = Buffer.get_low_latency_rdma_size_hint(tokens, hidden, ranks, experts)
+
+    def planned(**sizes: int) -> list[MemoryPlan]:
+        return Buffer.memory_plan(node_of, low_latency_mode=True, max_local_experts=-(-experts // ranks), **sizes)
+
+    least = planned(num_max_dispatch_tokens_per_rank=tokens, hidden=hidden, num_experts=experts, num_topk=topk)
+    enough = f"num_rdma_bytes={max(one.low_latency_data_bytes for one in least)} is enough where no combine is zero-copy"
+    _compare(report, "shape_low_latency", node_of, planned(num_rdma_bytes=hint), enough)
+    _compare(report, "shape_low_latency_least", node_of, least, "fewer tokens a rank, or more ranks")
+
+
+def _compare(report: Report, name: str, node_of: list[int], plan: list[MemoryPlan], advice: str) -> None:
+    from expertwire.fabric.native import memory_available
+
     bytes_max = max(one.total_bytes for one in plan)
     needed = max(sum(one.total_bytes for one, its in zip(plan, node_of, strict=True) if its == node) for node in set(node_of))
     available, source = memory_available()
     fits = needed <= available
     found = f"a rank; {node_of.count(0)} ranks of a host need {_size(needed)} ({needed} bytes) of {_size(available)} ({available} bytes)"
-    advice = f"free by {source}" if fits else "num_nvl_bytes may be smaller: what does not fit then goes in rounds"
     status = RowStatus.OK if fits else RowStatus.FAILED
     numbers = {"needed_bytes": needed, "available_bytes": available}
-    report.add("shape", bytes_max, "bytes", status, found=found, advice=advice, **numbers)
+    report.add(name, bytes_max, "bytes", status, found=found, advice=f"free by {source}" if fits else advice, **numbers)
 
 
 def _limits(report: Report) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from expertwire.ep import checks
 from expertwire.ep.config import (
+    CALL_ROWS_MAX,
     COMBINE_TABLE,
     DISPATCH_TABLE,
     HIDDEN_MAX,
@@ -61,11 +62,14 @@ class MemoryPlan:
     control_bytes: int
     staging_bytes: int
     data_bytes: int
+    low_latency_control_bytes: int = 0
+    low_latency_data_bytes: int = 0  # of `num_rdma_bytes` with low_latency_mode, rounded up
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.control_bytes + self.staging_bytes + self.data_bytes
+        ours = self.control_bytes + self.staging_bytes + self.data_bytes
+        return ours + self.low_latency_control_bytes + self.low_latency_data_bytes
 
 
 @dataclass(frozen=True)
@@ -228,28 +232,48 @@ class Buffer(LowLatencyOperations):
         *,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
         num_max_recv_tokens: int = 0,
+        num_max_dispatch_tokens_per_rank: int = 0,
         hidden: int = 0,
+        num_experts: int = 0,
         num_topk: int = 0,
         max_local_experts: int = 2048,
     ) -> list[MemoryPlan]:
         """Bytes that each rank of such a Buffer allocates, before anything is allocated. [R]
 
         With `num_max_recv_tokens` and `hidden` (BF16), the data region is one in which a dispatch that receives so many rows is returned as
-        views and its combine input fits too: give that plan's `data_bytes` as `num_nvl_bytes`.
+        views and its combine input fits too: give that plan's `data_bytes` as `num_nvl_bytes`. With `low_latency_mode`,
+        `num_max_dispatch_tokens_per_rank`, `hidden`, `num_experts` and `num_topk`, that mode's memory is the least in which such a dispatch
+        of any format and its combine (without zero_copy) have room, often far less than the hint: give `low_latency_data_bytes` as
+        `num_rdma_bytes`.
         """
-        from expertwire.ep.cpu.backend import memory_plan
+        from expertwire.ep.cpu.sizes import data_bytes_of_rows, low_latency_bytes_least, region_sizes
 
-        sizes = memory_plan(
-            check_node_table("node_of", node_of),
-            data_bytes=require_int("num_nvl_bytes", num_nvl_bytes, 0, REGION_BYTES_MAX),
-            staging_bytes_max=require_int("num_rdma_bytes", num_rdma_bytes, 0, REGION_BYTES_MAX),
-            local_experts_max=require_int("max_local_experts", max_local_experts, 1, LOCAL_EXPERTS_MAX),
-            rows=require_int("num_max_recv_tokens", num_max_recv_tokens, 0, ROWS_MAX),
-            row_bytes=2 * require_int("hidden", hidden, 0, HIDDEN_MAX),
-            topk=require_int("num_topk", num_topk, 0, TOPK_MAX),
-        )
-        return [MemoryPlan(*size) for size in sizes]
+        nodes = check_node_table("node_of", node_of)
+        data = require_int("num_nvl_bytes", num_nvl_bytes, 0, REGION_BYTES_MAX)
+        rdma = require_int("num_rdma_bytes", num_rdma_bytes, 0, REGION_BYTES_MAX)
+        local_experts = require_int("max_local_experts", max_local_experts, 1, LOCAL_EXPERTS_MAX)
+        rows = require_int("num_max_recv_tokens", num_max_recv_tokens, 0, ROWS_MAX)
+        tokens = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0, CALL_ROWS_MAX)
+        width = require_int("hidden", hidden, 0, HIDDEN_MAX)
+        topk = require_int("num_topk", num_topk, 0, TOPK_MAX)
+        if rows and width:
+            data = max(data, data_bytes_of_rows(rows, 2 * width, topk))
+        if low_latency_mode and tokens:
+            experts = require_int("num_experts", num_experts, 1, CALL_ROWS_MAX)
+            require_int("hidden", width, 1)
+            rdma = max(rdma, low_latency_bytes_least(nodes, tokens, width, experts, require_int("num_topk", topk, 1)))
+        if low_latency_mode and not rdma:
+            raise InvalidArgumentError(
+                "num_rdma_bytes is 0 with low_latency_mode; give it, or num_max_dispatch_tokens_per_rank and the shape"
+            )
+        sizes = [
+            region_sizes(rank, nodes, data_bytes=data, rdma_bytes=rdma, local_experts_max=local_experts, low_latency=bool(low_latency_mode))
+            for rank in range(len(nodes))
+        ]
+        names = ("control", "staging", "data", "ll_control", "ll_data")
+        return [MemoryPlan(*(size.get(name, 0) for name in names)) for size in sizes]
 
     # ---- what is
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from expertwire.ep.handle import Handle
 
 
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # bf16, or e4m3 with scales
+
+
 @dataclass(frozen=True)
 class Received:
-    """What a dispatch gave: rows bf16 [N, H], local expert ids [N, K] (−1 elsewhere), weights f32 [N, K]."""
+    """What a dispatch gave: rows bf16 or e4m3 [N, H], local expert ids [N, K] (−1 elsewhere), weights f32 [N, K], scales of e4m3 rows."""
 
     rows: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 class Arm(Protocol):
@@ -40,7 +44,7 @@ class Arm(Protocol):
         """Writes and signals that this rank has given its provider so far."""
         ...
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
+    def dispatch(self, x: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
         """Send each row to the ranks of its experts; `worst`: as `num_worst_tokens`, where there is such a thing. Collective."""
         ...
 
@@ -56,11 +60,11 @@ class Arm(Protocol):
 class OursArm:
     """`expertwire.ep.Buffer`, called as a user calls it; `dispatch` and `layout` are timed apart."""
 
-    combine_inputs: tuple[str, ...] = (RECEIVED, ORDINARY)
-
-    def __init__(self, setup: Setup, received_max: int, *, sync: bool | None = None) -> None:
+    def __init__(self, setup: Setup, received_max: int, *, sync: bool | None = None, name: str = "") -> None:
         rank, node_of, experts = dist.get_rank(), setup.node_of, setup.experts
-        self.name = "sync" if sync else "expertwire"
+        self.name = name or ("sync" if sync else "expertwire")
+        # Sums cannot be written over FP8 rows.
+        self.combine_inputs: tuple[str, ...] = (RECEIVED, ORDINARY) if setup.dtype == "bf16" else (ORDINARY,)
         if setup.sms is not None:
             Buffer.set_num_sms(setup.sms)
         self.dispatch_config = Config(Buffer.num_sms, *setup.dispatch_config) if setup.dispatch_config else None
@@ -87,13 +91,13 @@ class OursArm:
         """See `Arm`."""
         return self.buffer.statistics()["provider_posted"]
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
+    def dispatch(self, x: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
         """See `Arm`."""
         begin = time.perf_counter()
         per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.experts)
         middle = time.perf_counter()
-        rows, ids, weights, _, handle, _ = self.buffer.dispatch(
-            x,
+        came, ids, weights, _, handle, _ = self.buffer.dispatch(
+            cast(torch.Tensor, x),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=in_rank,
@@ -107,7 +111,8 @@ class OursArm:
         assert ids is not None
         assert weights is not None
         self.handle = handle
-        return Received(rows, ids, weights)
+        rows, scales = came if isinstance(x, tuple) else (came, None)
+        return Received(rows, ids, weights, scales)
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
         """See `Arm`."""
@@ -140,8 +145,9 @@ class GlooArm:
         """See `Arm`. Gloo does not count them."""
         return 0
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
-        """See `Arm`."""
+    def dispatch(self, x: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
+        """See `Arm`. Of bf16 rows alone."""
+        assert isinstance(x, torch.Tensor)
         rows, ids, weights, self.plan = self.exchange.dispatch(x, topk_idx, topk_weights)
         self.tokens = x.shape[0]
         times = self.exchange.times

@@ -6,6 +6,7 @@ A figure is the median over the iterations of the slowest rank's time; `low` and
 
   expertwire bench ep                                  eight ranks as two nodes of four, a DeepSeek-V3-shaped exchange
   expertwire bench ep --against gloo --json ep.json    beside the exchange as users write it with gloo
+  expertwire bench ep --mode ll --tokens 32 --against ht    low latency, beside the high-throughput mode
   expertwire bench ep --smoke                          a quick check: 128 tokens, hidden 1024, 64 experts, top-4
   expertwire bench ep --rank-tokens 0,128,1,77 --ranks 4    its own number of tokens for each rank
   expertwire bench ep --preset slingshot-ep8           the published shape, asynchronous and synchronous writes turn about (15 GiB)
@@ -25,7 +26,7 @@ from expertwire.cli.report import Report, RowStatus, options, terminal
 from expertwire.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from expertwire.cli.bench.paired import Inputs, Measured
+    from expertwire.cli.bench.paired import Inputs, Measured, Samples
     from expertwire.cli.launch import Rank
 
 ROUTINGS = ("uniform", "skewed", "duplicates", "holes", "none")
@@ -35,8 +36,13 @@ PRESETS = {
 }
 CONFIG_NUMBERS = 4  # of a `Config` beside the SMs: chunks sent and received, within a node and between nodes
 ROW_BYTES = 2  # of one bf16 element
-# Where the rows of a combine lie: written by the experts over the rows that they received, or in memory of their own.
-RECEIVED, ORDINARY = "received", "ordinary"
+SCALE_COLUMNS, SCALE_BYTES = 128, 4  # of an FP8 row
+# Where the rows of a combine lie: written by the experts over the rows that they received, in memory of their own, or (low latency) in the
+# Buffer's combine buffer.
+RECEIVED, ORDINARY, ZERO_COPY = PLACES = "received", "ordinary", "zero_copy"
+MODES = {"ht": "high_throughput", "ll": "low_latency"}
+AGAINST = {"ht": ("gloo", "sync"), "ll": ("ht", "sync")}
+HIGH_THROUGHPUT = "high_throughput"  # that mode's arm beside the low-latency one
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,18 @@ class Setup:
     combine_config: tuple[int, ...] = ()
     sms: int | None = None
     worst: bool = False  # once more with num_worst_tokens, verified
+    mode: str = "ht"
+    dtype: str = "bf16"
 
     @property
     def ranks(self) -> int:
         """Processes."""
         return len(self.node_of)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a dispatched row, with its scales."""
+        return ROW_BYTES * self.hidden if self.dtype == "bf16" else self.hidden + SCALE_BYTES * -(-self.hidden // SCALE_COLUMNS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", "--rank-tokens", default="1024", help="tokens of every rank, or one number for each, with commas (default 1024)"
     )
-    parser.add_argument("--hidden", type=int, default=7168, help="elements of a row, bf16 (default 7168)")
+    parser.add_argument("--hidden", type=int, default=7168, help="elements of a row (default 7168)")
+    parser.add_argument("--mode", choices=tuple(MODES), default="ht", help="high throughput (default), or low latency")
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="of dispatched rows; fp8: e4m3 with a scale for each 128 columns (default bf16)",
+    )
     parser.add_argument("--experts", type=int, default=256, help="experts of all ranks; need not divide by the ranks (default 256)")
     parser.add_argument("--topk", type=int, default=8, help="experts of a token (default 8)")
     parser.add_argument(
@@ -95,10 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--against",
-        choices=("gloo", "sync"),
+        choices=("gloo", "sync", "ht"),
         action="append",
         default=[],
-        help="measure it in the same run, turn about: gloo, or ours with EXPERTWIRE_SYNC_WRITES",
+        help="measure it in the same run, turn about: gloo, ours with EXPERTWIRE_SYNC_WRITES, or, with --mode ll, the high-throughput mode",
     )
     parser.add_argument("--iterations", type=int, default=10, help="measured iterations (default 10)")
     parser.add_argument("--warmup", type=int, default=2, help="iterations before them, checked but not counted (default 2)")
@@ -118,6 +138,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the file."""
     if args.loop is not None:
+        if args.mode != "ht" or args.dtype != "bf16":
+            raise InvalidArgumentError(
+                f"--loop with --mode {args.mode} and --dtype {args.dtype}; it is of --mode ht and --dtype bf16 alone"
+            )
         from expertwire.cli.bench.loop import parse_loop
 
         loop = parse_loop(args)
@@ -147,7 +171,8 @@ def title(setup: Setup) -> str:
     shape = f"{setup.ranks} ranks as nodes of {', '.join(map(str, nodes))}" if len(nodes) > 1 else f"{setup.ranks} ranks, one node"
     tokens = f"{setup.tokens[0]:,}" if len(set(setup.tokens)) == 1 else f"{min(setup.tokens):,} to {max(setup.tokens):,}"
     return (
-        f"{shape}; {tokens} tokens a rank, hidden {setup.hidden}, {setup.experts} experts, top-{setup.topk}, bf16, {setup.routing} routing"
+        f"{shape}; {tokens} tokens a rank, hidden {setup.hidden}, {setup.experts} experts, top-{setup.topk}, {setup.dtype}, "
+        f"{setup.routing} routing, {MODES[setup.mode].replace('_', ' ')}"
     )
 
 
@@ -179,6 +204,7 @@ def parse(args: argparse.Namespace) -> Setup:
         raise InvalidArgumentError(f"--topk is {topk}; {given['routing']} routing has at most --experts {experts} different ones to choose")
     if args.sms is not None and (args.sms < 0 or args.sms % 2):
         raise InvalidArgumentError(f"--sms is {args.sms}; it must be even, and at least 0")
+    check_against(given["against"], args.mode, args.dtype)
     return Setup(
         node_of=tuple(rank // given["ranks_per_node"] for rank in range(ranks)),
         tokens=parse_tokens(str(given["tokens"]), ranks),
@@ -194,8 +220,19 @@ def parse(args: argparse.Namespace) -> Setup:
         dispatch_config=parse_config("--dispatch-config", args.dispatch_config),
         combine_config=parse_config("--combine-config", args.combine_config),
         sms=args.sms,
-        worst=args.smoke and not args.skip_worst_tokens,
+        worst=args.smoke and not args.skip_worst_tokens and args.mode == "ht",
+        mode=args.mode,
+        dtype=args.dtype,
     )
+
+
+def check_against(against: list[str], mode: str, dtype: str) -> None:
+    """Whether each can be measured beside that mode."""
+    for engine in against:
+        if engine not in AGAINST[mode]:
+            raise InvalidArgumentError(f"--against {engine} with --mode {mode}; that mode has {' and '.join(AGAINST[mode])} beside it")
+        if engine == "gloo" and dtype != "bf16":
+            raise InvalidArgumentError(f"--against gloo with --dtype {dtype}; what users write with gloo moves bf16 rows")
 
 
 def parse_config(option: str, text: str | None) -> tuple[int, ...]:
@@ -258,8 +295,14 @@ def _rank(rank: Rank, setup: Setup) -> Measured:
     from expertwire.cli.bench.arms import make_arms
     from expertwire.cli.bench.paired import check_worst, expect, measure
 
+    if setup.mode == "ll":
+        from expertwire.cli.bench.ep_low_latency import rank_main
+
+        return rank_main(rank, setup)
     own = make_inputs(setup, rank.rank)
-    expected = expect(rank.rank, setup.ranks, setup.experts, lambda source: own if source == rank.rank else make_inputs(setup, source))
+    expected = expect(
+        rank.rank, setup.ranks, setup.experts, lambda source: own if source == rank.rank else make_inputs(setup, source), setup.dtype
+    )
     arms = make_arms(setup, expected.rows.shape[0])
     rank.progress("ranks and fabric ready", 1, 1)
     try:
@@ -272,9 +315,9 @@ def _rank(rank: Rank, setup: Setup) -> Measured:
             arm.close()
 
 
-def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
-    """Turn the ranks' samples into the rows of SPEC section 5."""
-    shape: dict[str, Any] = {
+def labels_of(setup: Setup, provider: str) -> dict[str, Any]:
+    """What every row of a run says of it."""
+    return {
         "device": "cpu",
         "ranks": setup.ranks,
         "ranks_per_node": setup.node_of.count(0),
@@ -282,19 +325,22 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
         "hidden": setup.hidden,
         "experts": setup.experts,
         "topk": setup.topk,
-        "dtype": "bf16",
-        "mode": "high_throughput",
-        "provider": measured[0].provider,
+        "dtype": setup.dtype,
+        "mode": MODES[setup.mode],
+        "provider": provider,
     }
-    received = statistics.mean(one.received_rows for one in measured) * setup.hidden * ROW_BYTES
+
+
+def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
+    """Turn the ranks' samples into the rows of SPEC section 5."""
+    shape = labels_of(setup, measured[0].provider)
+    received = statistics.mean(one.received_rows for one in measured) * setup.row_bytes
     returned = statistics.mean(one.sent_rows for one in measured) * setup.hidden * ROW_BYTES
-    arms = {samples.arm: _slowest(measured, number) for number, samples in enumerate(measured[0].samples)}
+    arms = {samples.arm: slowest([one.samples[number] for one in measured]) for number, samples in enumerate(measured[0].samples)}
     for number, arm in enumerate(arms):
         good = not any(one.samples[number].faults for one in measured) and (arm == "gloo" or crossed(measured))
         report.add("verified", int(good), "", RowStatus.OK if good else RowStatus.FAILED, **shape, engine=arm)
-        for phase, payload in (("layout", 0.0), ("dispatch", received), ("combine", returned)):
-            if phase == "layout" and arm == "gloo":
-                continue  # part of its dispatch
+        for phase, payload in phases_of(arm, setup.mode, received, returned):
             for seconds, place in by_place(arms[arm], phase):
                 spread: dict[str, Any] = {"low": round(min(seconds) * 1e6, 1), "high": round(max(seconds) * 1e6, 1)}
                 median = statistics.median(seconds)
@@ -309,6 +355,8 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
         add_over_gloo(report, arms, shape)
     if "sync" in arms:
         add_async_over_sync(report, arms, shape)
+    if HIGH_THROUGHPUT in arms:
+        add_over_ht(report, arms, shape)
     if received and min(one.received_rows for one in measured):
         copies = [max(one.copy_seconds[i] for one in measured) for i in range(setup.iterations)]
         copied = statistics.median(copies)
@@ -317,8 +365,18 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
                 share = copied * payload / received / statistics.median(seconds)
                 report.add("copy_utilization", round(share, 3), "", **shape, engine="expertwire", phase=phase, **place)
     report.add("wire_operations", sum(one.wire_operations for one in measured), "", **shape, engine="expertwire")
-    wire = sum(one.wire_rows for one in measured) * setup.hidden * ROW_BYTES
+    wire = sum(one.wire_rows for one in measured) * setup.row_bytes
     report.add("wire_bytes", wire, "B", **shape, engine="expertwire", phase="dispatch")
+
+
+def phases_of(arm: str, mode: str, received: float, returned: float) -> list[tuple[str, float]]:
+    """Which phases of an engine are told, and the bytes of rows in each: 0 where it is a part, or another mode's rows count otherwise."""
+    whole = [("dispatch", received), ("combine", returned)]
+    if arm == HIGH_THROUGHPUT:
+        return [("layout", 0.0), ("dispatch", 0.0), ("combine", 0.0)]
+    if mode == "ll":
+        return [*whole, *((f"{phase}_{part}", 0.0) for phase, _ in whole for part in ("send", "hook"))]
+    return whole if arm == "gloo" else [("layout", 0.0), *whole]  # gloo's layout is part of its dispatch
 
 
 def crossed(measured: list[Measured]) -> bool:
@@ -326,15 +384,15 @@ def crossed(measured: list[Measured]) -> bool:
     return all(one.wire_operations > 0 for one in measured if one.wire_rows)
 
 
-def _slowest(measured: list[Measured], arm: int) -> dict[str, list[float]]:
-    """Phase → by iteration, the time of the slowest rank; `dispatch_all` has the layout in it, `total_…` everything."""
-    by_rank = [one.samples[arm].seconds for one in measured]
-    slowest = {phase: [max(times) for times in zip(*(one[phase] for one in by_rank), strict=True)] for phase in by_rank[0]}
-    slowest["dispatch_all"] = [a + b for a, b in zip(slowest["layout"], slowest["dispatch"], strict=True)]
-    for _, place in by_place(slowest, "combine"):
-        total = zip(slowest["dispatch_all"], slowest[combine_phase(place["combine_input"])], strict=True)
-        slowest[f"total_{place['combine_input']}"] = [a + b for a, b in total]
-    return slowest
+def slowest(samples: list[Samples]) -> dict[str, list[float]]:
+    """Of one arm, all ranks: phase → by iteration, the slowest rank's time; `dispatch_all` has the layout in it, `total_…` everything."""
+    by_rank = [one.seconds for one in samples]
+    found = {phase: [max(times) for times in zip(*(one[phase] for one in by_rank), strict=True)] for phase in by_rank[0]}
+    found["dispatch_all"] = [a + b for a, b in zip(found["layout"], found["dispatch"], strict=True)]
+    for _, place in by_place(found, "combine"):
+        total = zip(found["dispatch_all"], found[combine_phase(place["combine_input"])], strict=True)
+        found[f"total_{place['combine_input']}"] = [a + b for a, b in total]
+    return found
 
 
 def combine_phase(place: str) -> str:
@@ -344,9 +402,9 @@ def combine_phase(place: str) -> str:
 
 def by_place(seconds: dict[str, list[float]], phase: str) -> list[tuple[list[float], dict[str, Any]]]:
     """Seconds by iteration and their labels: `combine` and `total` once for each place that combine's rows may lie at."""
-    if phase in seconds and phase != "combine":
+    if phase in seconds and not phase.startswith("combine"):
         return [(seconds[phase], {})]
-    return [(seconds[f"{phase}_{place}"], {"combine_input": place}) for place in (RECEIVED, ORDINARY) if f"{phase}_{place}" in seconds]
+    return [(seconds[f"{phase}_{place}"], {"combine_input": place}) for place in PLACES if f"{phase}_{place}" in seconds]
 
 
 def add_over_gloo(report: Report, arms: dict[str, dict[str, list[float]]], labels: dict[str, Any]) -> None:
@@ -368,3 +426,19 @@ def add_async_over_sync(report: Report, arms: dict[str, dict[str, list[float]]],
         for (ours, place), (theirs, _) in zip(by_place(arms["expertwire"], key), by_place(arms["sync"], key), strict=True):
             ratio = statistics.median(theirs) / statistics.median(ours)
             report.add("async_over_sync", round(ratio, 3), "×", **labels, engine="expertwire", phase=phase, **place)
+
+
+def add_over_ht(report: Report, arms: dict[str, dict[str, list[float]]], labels: dict[str, Any]) -> None:
+    """The high-throughput mode's median time over the low-latency mode's, by phase; its layout counts as dispatch."""
+    theirs = {place["combine_input"]: statistics.median(seconds) for seconds, place in by_place(arms[HIGH_THROUGHPUT], "combine")}
+    dispatch = statistics.median(arms[HIGH_THROUGHPUT]["dispatch_all"])
+    ours = statistics.median(arms["expertwire"]["dispatch"])
+    report.add("over_ht", round(dispatch / ours, 3), "×", **labels, engine=HIGH_THROUGHPUT, phase="dispatch")
+    for seconds, place in by_place(arms["expertwire"], "combine"):
+        # Its zero copy is a combine of the rows where they were received.
+        other = theirs[ORDINARY] if place["combine_input"] == ORDINARY else theirs.get(RECEIVED, theirs[ORDINARY])
+        for phase, ratio in (
+            ("combine", other / statistics.median(seconds)),
+            ("total", (dispatch + other) / (ours + statistics.median(seconds))),
+        ):
+            report.add("over_ht", round(ratio, 3), "×", **labels, engine=HIGH_THROUGHPUT, phase=phase, **place)

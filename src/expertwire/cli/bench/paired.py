@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,12 @@ from expertwire.cli.bench.arms import Arm, Received
 from expertwire.cli.bench.ep import RECEIVED, combine_phase
 from expertwire.cli.launch import Rank
 from expertwire.ep.layout import expert_bounds
+from expertwire.ep.low_latency_reference import dequantise, quantise
 
 CALC_DIFF_MAX = 5e-6  # DeepEP's own tolerance for BF16
 VARIANT_SCALES = 31  # odd, beside two signs: bytes come again after 62 iterations; 2^30 is far from any overflow
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ROW_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 BLOCK_TOKENS = 32  # of the checks in fp32: what a block needs stays in the cache
 
 
@@ -38,15 +42,16 @@ class Inputs:
 class Expected:
     """What this rank must receive, derived from every rank's inputs alone, and where its own tokens go."""
 
-    rows: torch.Tensor  # bf16 [N, H], in the variant `number`
+    rows: torch.Tensor  # bf16 or e4m3 [N, H], in the variant `number`
     topk_idx: torch.Tensor  # i64 [N, K], local ids
     topk_weights: torch.Tensor  # f32 [N, K]
     in_rank: torch.Tensor  # bool [T, R]: my tokens' destinations
     number: int = 0
+    scales: torch.Tensor | None = None  # f32 [N, S], of e4m3 rows
 
     def turn(self, number: int) -> None:
         """Make `rows` those of iteration `number`, in place."""
-        turn(self.rows, self.number, number)
+        turn_sent(self.rows, self.scales, self.number, number)
         self.number = number
 
 
@@ -81,7 +86,7 @@ def destinations(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tens
     return in_rank.scatter_(1, torch.where(topk_idx >= 0, owner, ranks), True)[:, :ranks].contiguous()
 
 
-def expect(rank: int, ranks: int, experts: int, inputs: Callable[[int], Inputs]) -> Expected:
+def expect(rank: int, ranks: int, experts: int, inputs: Callable[[int], Inputs], dtype: str = "bf16") -> Expected:
     """Derive what `rank` receives: rows ordered by source rank, then token."""
     bounds = expert_bounds(experts, ranks)
     first, last = bounds[rank], bounds[rank + 1]
@@ -89,15 +94,20 @@ def expect(rank: int, ranks: int, experts: int, inputs: Callable[[int], Inputs])
     in_ranks = [destinations(source.topk_idx, experts, ranks) for source in sources]
     mine = [in_rank[:, rank].nonzero()[:, 0] for in_rank in in_ranks]
     ends = list(itertools.accumulate(places.numel() for places in mine))
-    rows = torch.empty(ends[-1], sources[rank].x.shape[1], dtype=sources[rank].x.dtype)
-    ids, weights = [], []
+    rows = torch.empty(ends[-1], sources[rank].x.shape[1], dtype=ROW_TYPES[dtype])
+    ids, weights, scales = [], [], []
     for source, places, end in zip(sources, mine, ends, strict=True):
-        torch.index_select(source.x, 0, places, out=rows[end - places.numel() : end])
+        to = rows[end - places.numel() : end]
+        if dtype == "bf16":
+            torch.index_select(source.x, 0, places, out=to)
+        else:
+            to[:], of_rows = quantise(source.x[places])
+            scales.append(of_rows)
         chosen = source.topk_idx[places]
         local = (chosen >= first) & (chosen < last)
         ids.append(torch.where(local, chosen - first, -1))
         weights.append(torch.where(local, source.topk_weights[places], 0.0))
-    return Expected(rows, torch.cat(ids), torch.cat(weights), in_ranks[rank])
+    return Expected(rows, torch.cat(ids), torch.cat(weights), in_ranks[rank], scales=torch.cat(scales) if scales else None)
 
 
 def variant_scale(number: int) -> float:
@@ -113,6 +123,32 @@ def variant(x: torch.Tensor, number: int) -> torch.Tensor:
 def turn(x: torch.Tensor, before: int, after: int) -> None:
     """Make the variant `after` of the variant `before`, in place."""
     x.mul_(variant_scale(after) / variant_scale(before))
+
+
+def sent(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a caller gives a dispatch of `dtype`: bf16 rows as they are, or e4m3 rows with a scale for each 128 columns."""
+    return (x, None) if dtype == "bf16" else quantise(x)
+
+
+def turn_sent(rows: torch.Tensor, scales: torch.Tensor | None, before: int, after: int) -> None:
+    """`turn` of what `sent` gave: a quantised row turns its sign in its elements and the power of two in its scales."""
+    if scales is None:
+        turn(rows, before, after)
+        return
+    factor = variant_scale(after) / variant_scale(before)
+    scales.mul_(abs(factor))
+    if factor < 0:
+        rows.view(torch.uint8).bitwise_xor_(0x80)
+
+
+def plain(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """What experts see of received rows: bf16."""
+    if scales is None:
+        return rows
+    out = torch.empty(rows.shape, dtype=torch.bfloat16)
+    for part, factors, to in zip(*(torch.split(whole, BLOCK_TOKENS) for whole in (rows, scales, out)), strict=True):
+        to.copy_(dequantise(part, factors))
+    return out
 
 
 def expert_rows(rows: torch.Tensor, rank: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -156,9 +192,10 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two contiguous bf16 tensors of one shape are the same bytes; compared eight at a time where rows allow it."""
-    wide = x.shape[-1] % 4 == 0 and all(tensor.data_ptr() % 8 == 0 and tensor.storage_offset() % 4 == 0 for tensor in (x, y))
-    word = torch.int64 if wide else torch.int16
+    """Whether two contiguous tensors of one shape and type are the same bytes; compared eight at a time where rows allow it."""
+    each = 8 // x.element_size()
+    wide = x.shape[-1] % each == 0 and all(tensor.data_ptr() % 8 == 0 and tensor.storage_offset() % each == 0 for tensor in (x, y))
+    word = torch.int64 if wide else WORDS[x.element_size()]
     return torch.equal(x.view(word), y.view(word))
 
 
@@ -168,9 +205,12 @@ def check_dispatch(received: Received, expected: Expected) -> list[str]:
     if rows.shape != wanted.shape:
         return [f"dispatch gave {tuple(rows.shape)} rows, expected {tuple(wanted.shape)}"]
     faults = []
+    word = WORDS[wanted.element_size()]
     if not same_bytes(rows, wanted):
-        differs = (rows.view(torch.int16) != wanted.view(torch.int16)).any(1)
+        differs = (rows.view(word) != wanted.view(word)).any(1)
         faults.append(f"dispatch: {int(differs.sum())} rows differ, the first is row {int(differs.nonzero()[0])}")
+    if expected.scales is not None and (received.scales is None or not torch.equal(received.scales, expected.scales)):
+        faults.append("dispatch: scales differ")
     if not torch.equal(received.topk_idx.to(torch.int64), expected.topk_idx):
         faults.append("dispatch: expert ids differ")
     if not torch.equal(received.topk_weights, expected.topk_weights):
@@ -178,7 +218,13 @@ def check_dispatch(received: Received, expected: Expected) -> list[str]:
     return faults
 
 
-def check_combine(arm: Arm, combined: torch.Tensor, wanted: torch.Tensor) -> list[str]:
+class Named(Protocol):
+    """Whatever has an arm's name."""
+
+    name: str
+
+
+def check_combine(arm: Named, combined: torch.Tensor, wanted: torch.Tensor) -> list[str]:
     """Faults of one combine: ours bit for bit, others (who sum in an order of their own) by `calc_diff`."""
     if combined.shape != wanted.shape:
         return [f"combine gave {tuple(combined.shape)}, expected {tuple(wanted.shape)}"]
@@ -208,22 +254,24 @@ def measure(rank: Rank, arms: list[Arm], own: Inputs, expected: Expected, node_o
     """Run every arm `warmup + iterations` times, turn about, one payload check after each timed call. Leaves `expected` at variant 0."""
     samples = {arm.name: Samples(arm.name) for arm in arms}
     total = warmup + iterations
-    x, wanted = own.x.clone(), ordered_sum(own.x, expected.in_rank, node_of, rank.rank)
-    made = torch.zeros_like(expected.rows)  # what the experts give
+    x, scales = sent(own.x.clone(), "bf16" if expected.scales is None else "fp8")
+    wanted = ordered_sum(plain(x, scales), expected.in_rank, node_of, rank.rank)
+    made = torch.zeros(expected.rows.shape, dtype=torch.bfloat16)  # what the experts give
     for number in range(total, 0, -1):
         before = expected.number
         expected.turn(number)
-        turn(x, before, number)
+        turn_sent(x, scales, before, number)
         turn(wanted, before, number)
         for arm in arms if number % 2 else arms[::-1]:
             kept = samples[arm.name]
             dist.barrier()
-            received = arm.dispatch(x, own.topk_idx, own.topk_weights)
+            received = arm.dispatch(x if scales is None else (x, scales), own.topk_idx, own.topk_weights)
             kept.faults += check_dispatch(received, expected)
-            outputs = {place: expert_rows(received.rows, rank.rank, made) for place in arm.combine_inputs if place != RECEIVED}
+            rows = plain(received.rows, received.scales)
+            outputs = {place: expert_rows(rows, rank.rank, made) for place in arm.combine_inputs if place != RECEIVED}
             if RECEIVED in arm.combine_inputs:  # last, for it writes over what the others are made of
-                outputs[RECEIVED] = expert_rows(received.rows, rank.rank, received.rows)
-            del received
+                outputs[RECEIVED] = expert_rows(rows, rank.rank, rows)
+            del received, rows
             for place in arm.combine_inputs if number % 2 else arm.combine_inputs[::-1]:
                 dist.barrier()
                 combined = arm.combine(outputs[place])
@@ -242,7 +290,7 @@ def measure(rank: Rank, arms: list[Arm], own: Inputs, expected: Expected, node_o
         expected.rows.shape[0],
         int(expected.in_rank.sum()),
         int(sum(remote)),
-        time_copies(expected.rows, made, iterations),
+        time_copies(expected.rows, made if scales is None else torch.zeros_like(expected.rows), iterations),
         arms[0].provider,
         arms[0].wire_operations(),
     )
@@ -253,13 +301,15 @@ def check_worst(arm: Arm, own: Inputs, expected: Expected, node_of: list[int], r
     valid = expected.rows.shape[0]
     most = torch.tensor(max(1, valid))
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    received = arm.dispatch(own.x, own.topk_idx, own.topk_weights, worst=int(most))
+    x, scales = sent(own.x, "bf16" if expected.scales is None else "fp8")
+    received = arm.dispatch(x if scales is None else (x, scales), own.topk_idx, own.topk_weights, worst=int(most))
     if received.rows.shape[0] != int(most):
         return [f"dispatch gave {received.rows.shape[0]} rows, num_worst_tokens is {int(most)}"]
-    faults = check_dispatch(Received(received.rows[:valid], received.topk_idx[:valid], received.topk_weights[:valid]), expected)
+    of_valid = None if received.scales is None else received.scales[:valid]
+    faults = check_dispatch(Received(received.rows[:valid], received.topk_idx[:valid], received.topk_weights[:valid], of_valid), expected)
     if (received.topk_idx[valid:] != -1).any():
         faults.append("dispatch: an expert id behind the last row is not -1")
-    made = torch.zeros_like(received.rows)
-    expert_rows(received.rows[:valid], rank, made[:valid])
+    made = torch.zeros(received.rows.shape, dtype=torch.bfloat16)
+    expert_rows(plain(received.rows[:valid], of_valid), rank, made[:valid])
     combined = arm.combine(made)
-    return faults + check_combine(arm, combined, ordered_sum(own.x, expected.in_rank, node_of, rank))
+    return faults + check_combine(arm, combined, ordered_sum(plain(x, scales), expected.in_rank, node_of, rank))

@@ -13,28 +13,22 @@ import torch
 
 from expertwire.ep.bootstrap import Launch, Wiring, connect, settings_for
 from expertwire.ep.checks import UNSENT, Payload, Routing, Rows
-from expertwire.ep.config import align_up
-from expertwire.ep.cpu.low_latency import CpuLowLatency, create_regions
-from expertwire.ep.cpu.low_latency import needed_bytes as low_latency_bytes
+from expertwire.ep.cpu.low_latency import CpuLowLatency
 from expertwire.ep.cpu.memory import Memory, address_of, tensor_over
 from expertwire.ep.cpu.outputs import Outputs
-from expertwire.ep.cpu.pool import EXTENT_ALIGNMENT, Extent, Pool
+from expertwire.ep.cpu.pool import Extent, Pool
+from expertwire.ep.cpu.sizes import geometry_of, region_sizes
 from expertwire.ep.handle import Handle
 from expertwire.ep.layout import expert_bounds
-from expertwire.errors import CapacityError, ExpertwireError
+from expertwire.errors import ExpertwireError
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import choose_binding, library_candidates
 
 if TYPE_CHECKING:
     from expertwire.fabric.native import Context, DispatchResult, Exchange
 
-DATA_BYTES = 256 << 20
-STAGING_BYTES = 64 << 20
 LINGER_MS = 1000  # how long a rank that leaves waits for the others to leave too
 CLOSE_MS = 2000
-# (slots, slot bytes) of a ring, best first. Those after the smallest unasked one are taken only for a small `num_rdma_bytes`.
-_GEOMETRIES = ((8, 1 << 20), (4, 1 << 20), (4, 512 << 10), (4, 256 << 10), (4, 128 << 10), (4, 64 << 10), (2, 64 << 10))
-_SMALLEST_UNASKED = (4, 256 << 10)
 
 
 @dataclass(frozen=True)
@@ -71,49 +65,6 @@ def _kept(in_rank: torch.Tensor, result: DispatchResult, rank: int) -> torch.Ten
         return in_rank.clone()
     ranks = in_rank.shape[1]
     return in_rank & (in_rank.cumsum(0) <= torch.tensor(result.handle.matrix[rank * ranks : (rank + 1) * ranks]))
-
-
-def ring_geometry(node_of: tuple[int, ...], local_experts_max: int, staging_bytes_max: int) -> tuple[int, int]:
-    """(slots, bytes of a slot) of the rings, the same on every rank: the largest with which no rank's staging exceeds the limit.
-
-    Raises `CapacityError` with both numbers when a limit that the caller gave is too small for any.
-    """
-    from expertwire.fabric.native import Exchange
-
-    limit = staging_bytes_max or STAGING_BYTES
-    least = 0
-    for slots, slot_bytes in _GEOMETRIES:
-        least = max(
-            Exchange.layout(rank, list(node_of), local_experts_max, slots, slot_bytes)["staging_bytes"] for rank in range(len(node_of))
-        )
-        if least <= limit or (not staging_bytes_max and (slots, slot_bytes) == _SMALLEST_UNASKED):
-            return slots, slot_bytes
-    raise CapacityError(
-        f"num_rdma_bytes is {staging_bytes_max}; the rings of {len(node_of)} ranks on {max(node_of) + 1} nodes need at least {least} bytes"
-    )
-
-
-def memory_plan(
-    node_of: tuple[int, ...],
-    *,
-    data_bytes: int,
-    staging_bytes_max: int,
-    local_experts_max: int,
-    rows: int,
-    row_bytes: int,
-    topk: int,
-) -> list[tuple[int, int, int]]:
-    """(control, staging, data) bytes by rank. See `Buffer.memory_plan`."""
-    from expertwire.fabric.native import Exchange
-
-    slots, slot_bytes = ring_geometry(node_of, local_experts_max, staging_bytes_max)
-    data = data_bytes or DATA_BYTES
-    if rows and row_bytes:
-        received = align_up(Exchange.extent_bytes("dispatch", rows, row_bytes, topk, 8, topk > 0), EXTENT_ALIGNMENT)
-        returned = align_up(Exchange.extent_bytes("combine", rows, row_bytes, topk, 8, topk > 0), EXTENT_ALIGNMENT)
-        data = max(data_bytes, align_up(received + max(returned, -(-received // 3)), EXTENT_ALIGNMENT))
-    layouts = [Exchange.layout(rank, list(node_of), local_experts_max, slots, slot_bytes) for rank in range(len(node_of))]
-    return [(layout["control_bytes"], layout["staging_bytes"], data) for layout in layouts]
 
 
 def context_options(settings: Settings, hosts: int) -> dict[str, object]:
@@ -182,29 +133,22 @@ class CpuBackend:
         from expertwire.fabric.native import Context, Exchange
 
         settings = settings_for(provider, timeout_ms, sync_writes)
-        region_bytes = align_up(data_bytes or (EXTENT_ALIGNMENT if low_latency else DATA_BYTES), EXTENT_ALIGNMENT)
 
-        def geometry(nodes: tuple[int, ...]) -> tuple[int, int]:
-            if low_latency and not data_bytes:
-                return _GEOMETRIES[-1]
-            return ring_geometry(nodes, local_experts_max, 0 if low_latency else staging_bytes_max)
+        def sizes(nodes: tuple[int, ...]) -> dict[str, int]:
+            return region_sizes(
+                launch.rank,
+                nodes,
+                data_bytes=data_bytes,
+                rdma_bytes=staging_bytes_max,
+                local_experts_max=local_experts_max,
+                low_latency=low_latency,
+            )
 
         def build(nodes: tuple[int, ...], chosen: Settings, hosts: int) -> Context:
-            slots, slot_bytes = geometry(nodes)
-            layout = Exchange.layout(launch.rank, list(nodes), local_experts_max, slots, slot_bytes)
             context = Context(launch.rank, launch.size, context_options(chosen, hosts))
-            context.create_region("control", layout["control_bytes"])
-            context.create_region("staging", max(layout["staging_bytes"], 64))
-            context.create_region("data", region_bytes)
-            if low_latency:
-                create_regions(context, launch.size, local_experts_max, staging_bytes_max)
+            for name, count in sizes(nodes).items():
+                context.create_region(name, count)
             return context
-
-        def needed_bytes(nodes: tuple[int, ...]) -> int:
-            slots, slot_bytes = geometry(nodes)
-            layout = Exchange.layout(launch.rank, list(nodes), local_experts_max, slots, slot_bytes)
-            more = low_latency_bytes(launch.size, local_experts_max, staging_bytes_max) if low_latency else 0
-            return int(layout["control_bytes"] + max(layout["staging_bytes"], 64)) + region_bytes + more
 
         facts = {
             "device": "cpu",
@@ -213,8 +157,14 @@ class CpuBackend:
             "low_latency_mode": str(low_latency),
             "enable_shrink": str(shrink),
         }
-        wiring = connect(launch, settings, node_of, facts, build, needed_bytes)
-        slots, slot_bytes = geometry(wiring.node_of)
+        wiring = connect(launch, settings, node_of, facts, build, lambda nodes: sum(sizes(nodes).values()))
+        slots, slot_bytes = geometry_of(
+            wiring.node_of,
+            data_bytes=data_bytes,
+            rdma_bytes=staging_bytes_max,
+            local_experts_max=local_experts_max,
+            low_latency=low_latency,
+        )
         exchange = Exchange(wiring.context, list(wiring.node_of), local_experts_max, slots, slot_bytes)
         backend = cls(launch, wiring, exchange, settings.timeout_ms)
         if low_latency:

@@ -28,19 +28,19 @@ def region_bytes(num_rdma_bytes: int) -> int:
     return align_up(num_rdma_bytes, DATA_ALIGNMENT)
 
 
-def create_regions(context: Context, ranks: int, local_experts_max: int, num_rdma_bytes: int) -> None:
-    """Make this rank's low-latency memory, before the ranks meet."""
+def control_bytes(ranks: int, local_experts_max: int) -> int:
+    """Bytes of this mode's words and records."""
     from expertwire.fabric.native import LowLatency
 
-    context.create_region("ll_control", LowLatency.control_bytes(ranks, local_experts_max))
-    context.create_region("ll_data", region_bytes(num_rdma_bytes))
+    return int(LowLatency.control_bytes(ranks, local_experts_max))
 
 
-def needed_bytes(ranks: int, local_experts_max: int, num_rdma_bytes: int) -> int:
-    """Bytes that `create_regions` allocates."""
+def data_bytes_for(node_of: Sequence[int], tokens_max: int, hidden: int, num_experts: int, topk: int, row_format: int) -> int:
+    """Bytes of the region with which a dispatch of that shape and its combine have room on every rank."""
     from expertwire.fabric.native import LowLatency
 
-    return LowLatency.control_bytes(ranks, local_experts_max) + region_bytes(num_rdma_bytes)
+    bounds = expert_bounds(num_experts, len(node_of))
+    return int(LowLatency.needed_bytes(list(node_of), tokens_max, hidden, num_experts, topk, row_format, bounds))
 
 
 @dataclass(frozen=True)
