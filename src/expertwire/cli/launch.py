@@ -16,13 +16,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from expertwire.errors import DeadlineError, ExpertwireError, InvalidArgumentError, InvalidTypeError, UnavailableError
 
@@ -52,7 +52,9 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
+    """What one rank is to do, and where it meets the others."""
+
     target: Callable[..., Any]
     arguments: tuple[Any, ...]
     rank: int
@@ -114,11 +116,11 @@ def _launch(
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory(prefix="expertwire-") as directory:
         store = str(Path(directory) / "store")
-        jobs = [_Job(target, arguments, rank, ranks, store, timeout_s) for rank in range(ranks)]
+        jobs = [Job(target, arguments, rank, ranks, store, timeout_s) for rank in range(ranks)]
         processes, connections = _start(context, jobs)
         grace_s = 0.0
         try:
-            results = _collect(processes, connections, on_progress, timeout_s)
+            results = collect(processes, connections, on_progress, timeout_s)
             grace_s = STOP_GRACE_S
             return results
         finally:
@@ -127,7 +129,7 @@ def _launch(
                 connection.close()
 
 
-def _start(context: ForkServerContext, jobs: list[_Job]) -> tuple[list[ForkServerProcess], list[Connection]]:
+def _start(context: ForkServerContext, jobs: list[Job]) -> tuple[list[ForkServerProcess], list[Connection]]:
     processes: list[ForkServerProcess] = []
     connections: list[Connection] = []
     try:
@@ -159,12 +161,26 @@ class _Failure:
         return 2 if self.kind in ("PeerError", "ConnectionError", "DeadlineError", "DistBackendError", "RuntimeError") else 1
 
 
-def _collect(
-    processes: list[ForkServerProcess],
+class Ended(Protocol):
+    """A process that is looked at when it has hung up."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """As `multiprocessing.Process` has it."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        ...
+
+
+def collect(
+    processes: Sequence[Ended],
     connections: list[Connection],
     on_progress: Callable[[int, str, int, int], None] | None,
     timeout_s: float,
 ) -> list[Any]:
+    """What each rank has sent over its connection: results by rank, once all have. Raises as `launch` does."""
     results: dict[int, Any] = {}
     failures: list[_Failure] = []
     open_ranks = {connection: rank for rank, connection in enumerate(connections)}
@@ -225,7 +241,7 @@ def _stop(processes: list[ForkServerProcess], grace_s: float) -> None:
             process.join()
 
 
-def _rank_main(job: _Job, connection: Connection) -> None:
+def _rank_main(job: Job, connection: Connection) -> None:
     """A rank's whole life. It ends when its parent does, whatever it is doing."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -235,6 +251,12 @@ def _rank_main(job: _Job, connection: Connection) -> None:
         os._exit(1)
 
     threading.Thread(target=follow_parent, name="follow parent", daemon=True).start()
+    if not serve(job, connection):
+        os._exit(1)  # peers may be gone: no collective teardown
+
+
+def serve(job: Job, connection: Connection) -> bool:
+    """Do the job as one rank of a torch.distributed group, and send what comes of it. False where it failed."""
     try:
         import torch
         import torch.distributed as dist
@@ -248,4 +270,5 @@ def _rank_main(job: _Job, connection: Connection) -> None:
         dist.destroy_process_group()
     except BaseException as error:
         connection.send(("error", type(error).__name__, str(error), traceback.format_exc()))
-        os._exit(1)  # peers may be gone: no collective teardown
+        return False
+    return True

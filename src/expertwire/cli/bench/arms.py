@@ -132,17 +132,17 @@ class GlooArm:
     """The exchange as users write it with gloo (gloo.py). Its layout is part of its dispatch."""
 
     name = "gloo"
-    provider = "gloo"
     combine_inputs: tuple[str, ...] = (ORDINARY,)
 
     def __init__(self, ranks: int, experts: int) -> None:
+        self.provider = "gloo"
         self.exchange = GlooExchange(None, torch.tensor(expert_bounds(experts, ranks)))
         self.seconds: dict[str, float] = {}
         self.plan: GlooPlan | None = None
         self.tokens = 0
 
     def wire_operations(self) -> int:
-        """See `Arm`. Gloo does not count them."""
+        """See `Arm`. Nobody counts them here."""
         return 0
 
     def dispatch(self, x: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor, worst: int = 0) -> Received:
@@ -175,4 +175,8 @@ def make_arms(setup: Setup, received: int) -> list[Arm]:
         arms.append(OursArm(setup, int(most), sync=True))
     if "gloo" in setup.against:
         arms.append(GlooArm(setup.ranks, setup.experts))
+    if "mpi" in setup.against:
+        from expertwire.cli.bench.mpi import MpiArm
+
+        arms.append(MpiArm(setup.node_of, setup.experts))
     return arms

@@ -6,6 +6,7 @@ A figure is the median over the iterations of the slowest rank's time; `low` and
 
   expertwire bench ep                                  eight ranks as two nodes of four, a DeepSeek-V3-shaped exchange
   expertwire bench ep --against gloo --json ep.json    beside the exchange as users write it with gloo
+  expertwire bench ep --against mpi                    beside the same exchange over MPI (pip install mpi4py mpich), ranks under mpiexec
   expertwire bench ep --mode ll --tokens 32 --against ht    low latency, beside the high-throughput mode
   expertwire bench ep --smoke                          a quick check: 128 tokens, hidden 1024, 64 experts, top-4
   expertwire bench ep --rank-tokens 0,128,1,77 --ranks 4    its own number of tokens for each rank
@@ -18,12 +19,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertwire.cli.report import Report, RowStatus, options, terminal
-from expertwire.errors import InvalidArgumentError
+from expertwire.errors import InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
     from expertwire.cli.bench.paired import Inputs, Measured, Samples
@@ -41,7 +43,8 @@ SCALE_COLUMNS, SCALE_BYTES = 128, 4  # of an FP8 row
 # Buffer's combine buffer.
 RECEIVED, ORDINARY, ZERO_COPY = PLACES = "received", "ordinary", "zero_copy"
 MODES = {"ht": "high_throughput", "ll": "low_latency"}
-AGAINST = {"ht": ("gloo", "sync"), "ll": ("ht", "sync")}
+AGAINST = {"ht": ("gloo", "mpi", "sync"), "ll": ("ht", "sync")}
+PEERS = ("gloo", "mpi")  # engines that are not ours: the layout is part of their dispatch, and the order of sums is their own
 HIGH_THROUGHPUT = "high_throughput"  # that mode's arm beside the low-latency one
 
 
@@ -115,10 +118,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--against",
-        choices=("gloo", "sync", "ht"),
+        choices=("gloo", "mpi", "sync", "ht"),
         action="append",
         default=[],
-        help="measure it in the same run, turn about: gloo, ours with EXPERTWIRE_SYNC_WRITES, or, with --mode ll, the high-throughput mode",
+        help="measure it in the same run, turn about: gloo, MPI_Alltoallv (mpi4py and MPICH), ours with EXPERTWIRE_SYNC_WRITES, or, with "
+        "--mode ll, the high-throughput mode",
     )
     parser.add_argument("--iterations", type=int, default=10, help="measured iterations (default 10)")
     parser.add_argument("--warmup", type=int, default=2, help="iterations before them, checked but not counted (default 2)")
@@ -152,17 +156,34 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError("--shape and --microbatches are of --loop; give --loop SECONDS with them")
     setup = parse(args)
     report = Report("bench ep", {**asdict(setup), "options": options(args)})
-    from expertwire.cli.launch import launch
-    from expertwire.cli.progress import RankProgress
-
-    with RankProgress(setup.ranks) as progress:
-        measured = launch(_rank, (setup,), setup.ranks, on_progress=progress.update)
+    measured, setup = measure_all(report, setup)
     report.config["provider"] = measured[0].provider
+    if measured[0].peers:
+        report.config["peers"] = measured[0].peers
+        print("\n".join(f"{name}: {provider}" for name, provider in measured[0].peers.items()), flush=True)
     add_rows(report, measured, setup)
     report.write(args.json, args.html)
     terminal().print(report.table(title(setup)))
     complain(measured)
     return report.exit_status()
+
+
+def measure_all(report: Report, setup: Setup) -> tuple[list[Measured], Setup]:
+    """What every rank measured of which setup: where there is no MPI as asked for, a skipped row says why, and the rest is measured."""
+    from expertwire.cli.launch import launch
+    from expertwire.cli.mpi import launch_mpi
+    from expertwire.cli.progress import RankProgress
+
+    if "mpi" in setup.against:
+        try:
+            with RankProgress(setup.ranks) as progress:
+                return launch_mpi(_rank, (setup,), setup.node_of, on_progress=progress.update), setup
+        except UnavailableError as error:
+            report.add("over_mpi", None, "×", RowStatus.SKIPPED, engine="mpi", why=str(error))
+            print(f"expertwire: --against mpi is skipped: {error}", file=sys.stderr, flush=True)
+        setup = replace(setup, against=tuple(engine for engine in setup.against if engine != "mpi"))
+    with RankProgress(setup.ranks) as progress:
+        return launch(_rank, (setup,), setup.ranks, on_progress=progress.update), setup
 
 
 def title(setup: Setup) -> str:
@@ -178,8 +199,6 @@ def title(setup: Setup) -> str:
 
 def complain(measured: list[Measured]) -> None:
     """Every payload fault on stderr, by rank."""
-    import sys
-
     for rank, one in enumerate(measured):
         if one.wire_rows and not one.wire_operations:
             print(f"rank {rank}: {one.wire_rows} rows for other nodes and not one operation posted to {one.provider}", file=sys.stderr)
@@ -231,8 +250,8 @@ def check_against(against: list[str], mode: str, dtype: str) -> None:
     for engine in against:
         if engine not in AGAINST[mode]:
             raise InvalidArgumentError(f"--against {engine} with --mode {mode}; that mode has {' and '.join(AGAINST[mode])} beside it")
-        if engine == "gloo" and dtype != "bf16":
-            raise InvalidArgumentError(f"--against gloo with --dtype {dtype}; what users write with gloo moves bf16 rows")
+        if engine in PEERS and dtype != "bf16":
+            raise InvalidArgumentError(f"--against {engine} with --dtype {dtype}; what users write with {engine} moves bf16 rows")
 
 
 def parse_config(option: str, text: str | None) -> tuple[int, ...]:
@@ -338,7 +357,7 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
     returned = statistics.mean(one.sent_rows for one in measured) * setup.hidden * ROW_BYTES
     arms = {samples.arm: slowest([one.samples[number] for one in measured]) for number, samples in enumerate(measured[0].samples)}
     for number, arm in enumerate(arms):
-        good = not any(one.samples[number].faults for one in measured) and (arm == "gloo" or crossed(measured))
+        good = not any(one.samples[number].faults for one in measured) and (arm in PEERS or crossed(measured))
         report.add("verified", int(good), "", RowStatus.OK if good else RowStatus.FAILED, **shape, engine=arm)
         for phase, payload in phases_of(arm, setup.mode, received, returned):
             for seconds, place in by_place(arms[arm], phase):
@@ -351,8 +370,9 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
         good = not any(one.worst_faults for one in measured)
         status = RowStatus.OK if good else RowStatus.FAILED
         report.add("worst_tokens_verified", int(good), "", status, **shape, engine="expertwire")
-    if "gloo" in arms:
-        add_over_gloo(report, arms, shape)
+    for peer in PEERS:
+        if peer in arms:
+            add_over_peer(report, arms, peer, shape)
     if "sync" in arms:
         add_async_over_sync(report, arms, shape)
     if HIGH_THROUGHPUT in arms:
@@ -376,7 +396,7 @@ def phases_of(arm: str, mode: str, received: float, returned: float) -> list[tup
         return [("layout", 0.0), ("dispatch", 0.0), ("combine", 0.0)]
     if mode == "ll":
         return [*whole, *((f"{phase}_{part}", 0.0) for phase, _ in whole for part in ("send", "hook"))]
-    return whole if arm == "gloo" else [("layout", 0.0), *whole]  # gloo's layout is part of its dispatch
+    return whole if arm in PEERS else [("layout", 0.0), *whole]
 
 
 def crossed(measured: list[Measured]) -> bool:
@@ -407,17 +427,17 @@ def by_place(seconds: dict[str, list[float]], phase: str) -> list[tuple[list[flo
     return [(seconds[f"{phase}_{place}"], {"combine_input": place}) for place in PLACES if f"{phase}_{place}" in seconds]
 
 
-def add_over_gloo(report: Report, arms: dict[str, dict[str, list[float]]], labels: dict[str, Any]) -> None:
-    """gloo's median time over ours, by phase; our layout counts as dispatch, as theirs does."""
-    ours, gloo = arms["expertwire"], {phase: statistics.median(seconds) for phase, seconds in arms["gloo"].items()}
-    exchange = {"dispatch": gloo["dispatch_exchange"], "combine": gloo["combine_exchange"]}
+def add_over_peer(report: Report, arms: dict[str, dict[str, list[float]]], peer: str, labels: dict[str, Any]) -> None:
+    """A peer's median time over ours, by phase; our layout counts as dispatch, as theirs does. `exchange`: where they only move rows."""
+    ours, other = arms["expertwire"], {phase: statistics.median(seconds) for phase, seconds in arms[peer].items()}
+    exchange = {"dispatch": other["dispatch_exchange"], "combine": other["combine_exchange"]}
     exchange["total"] = exchange["dispatch"] + exchange["combine"]
-    whole = {"dispatch": gloo["dispatch_all"], "combine": gloo["combine"], "total": gloo[f"total_{ORDINARY}"]}
-    for name, theirs in (("over_gloo", whole), ("over_gloo_exchange", exchange)):
+    whole = {"dispatch": other["dispatch_all"], "combine": other["combine"], "total": other[f"total_{ORDINARY}"]}
+    for name, theirs in ((f"over_{peer}", whole), (f"over_{peer}_exchange", exchange)):
         for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total")):
             for seconds, place in by_place(ours, key):
                 ratio = theirs[phase] / statistics.median(seconds)
-                report.add(name, round(ratio, 3), "×", **labels, engine="gloo", phase=phase, **place)
+                report.add(name, round(ratio, 3), "×", **labels, engine=peer, phase=phase, **place)
 
 
 def add_async_over_sync(report: Report, arms: dict[str, dict[str, list[float]]], labels: dict[str, Any]) -> None:

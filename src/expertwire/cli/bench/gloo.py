@@ -27,7 +27,7 @@ class GlooPlan:
 
 @dataclass
 class GlooTimes:
-    """Seconds of the last call of each kind; `exchange` is the time inside `all_to_all_single` of rows alone."""
+    """Seconds of the last call of each kind; `exchange` is the time that the rows alone take to be moved."""
 
     dispatch: float = 0.0
     combine: float = 0.0
@@ -63,9 +63,9 @@ class GlooExchange:
         total = sum(plan.receive_counts)
         received = self._buffer("received", total, x)
         received_meta = torch.empty(total, 2 * topk, dtype=torch.int32)
-        dist.all_to_all_single(received_meta, meta, plan.receive_counts, plan.send_counts, group=self.group)
+        self._move(received_meta, meta, plan.receive_counts, plan.send_counts)
         exchange = time.perf_counter()
-        dist.all_to_all_single(received, packed, plan.receive_counts, plan.send_counts, group=self.group)
+        self._move(received, packed, plan.receive_counts, plan.send_counts)
         self.times.dispatch_exchange = time.perf_counter() - exchange
         first, last = int(self.expert_first[rank]), int(self.expert_first[rank + 1])
         ids = received_meta[:, :topk]
@@ -80,7 +80,7 @@ class GlooExchange:
         begin = time.perf_counter()
         returned = self._buffer("packed", plan.send_rows.numel(), y)
         exchange = time.perf_counter()
-        dist.all_to_all_single(returned, y, plan.send_counts, plan.receive_counts, group=self.group)
+        self._move(returned, y, plan.send_counts, plan.receive_counts)
         self.times.combine_exchange = time.perf_counter() - exchange
         out = torch.empty(tokens, y.shape[1], dtype=y.dtype)
         segments = list(zip(torch.split(returned, plan.send_counts), torch.split(plan.send_rows, plan.send_counts), strict=True))
@@ -98,6 +98,14 @@ class GlooExchange:
         self.times.combine = time.perf_counter() - begin
         return out
 
+    def _swap(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """An i64 to and from each rank."""
+        dist.all_to_all_single(received, sent, group=self.group)
+
+    def _move(self, received: torch.Tensor, sent: torch.Tensor, receive_counts: list[int], send_counts: list[int]) -> None:
+        """So many rows to and from each rank."""
+        dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.group)
+
     def _owner(self, topk_idx: torch.Tensor) -> torch.Tensor:
         owner = torch.bucketize(topk_idx, self.expert_first[1:], right=True)
         return torch.where(topk_idx >= 0, owner, -1)
@@ -109,7 +117,7 @@ class GlooExchange:
         destination_token = in_rank[:, :size].t().nonzero()
         send_counts = in_rank[:, :size].sum(0)
         receive_counts = torch.empty_like(send_counts)
-        dist.all_to_all_single(receive_counts, send_counts, group=self.group)
+        self._swap(receive_counts, send_counts)
         return GlooPlan(destination_token[:, 1].contiguous(), send_counts.tolist(), receive_counts.tolist())
 
     def _buffer(self, name: str, rows: int, like: torch.Tensor) -> torch.Tensor:

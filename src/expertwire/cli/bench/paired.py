@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from expertwire.cli.bench.arms import Arm, Received
-from expertwire.cli.bench.ep import RECEIVED, combine_phase
+from expertwire.cli.bench.ep import PEERS, RECEIVED, combine_phase
 from expertwire.cli.launch import Rank
 from expertwire.ep.layout import expert_bounds
 from expertwire.ep.low_latency_reference import dequantise, quantise
@@ -76,6 +76,7 @@ class Measured:
     provider: str  # what carried our rows between nodes
     wire_operations: int  # what our provider was given to post, over all calls
     worst_faults: list[str] = field(default_factory=list)  # of the run with num_worst_tokens
+    peers: dict[str, str] = field(default_factory=dict)  # engine that is not ours → what carried its rows
 
 
 def destinations(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
@@ -228,7 +229,7 @@ def check_combine(arm: Named, combined: torch.Tensor, wanted: torch.Tensor) -> l
     """Faults of one combine: ours bit for bit, others (who sum in an order of their own) by `calc_diff`."""
     if combined.shape != wanted.shape:
         return [f"combine gave {tuple(combined.shape)}, expected {tuple(wanted.shape)}"]
-    if arm.name != "gloo":
+    if arm.name not in PEERS:
         if same_bytes(combined, wanted):
             return []
         differs = (combined.view(torch.int16) != wanted.view(torch.int16)).any(1)
@@ -293,6 +294,7 @@ def measure(rank: Rank, arms: list[Arm], own: Inputs, expected: Expected, node_o
         time_copies(expected.rows, made if scales is None else torch.zeros_like(expected.rows), iterations),
         arms[0].provider,
         arms[0].wire_operations(),
+        peers={arm.name: arm.provider for arm in arms if arm.name in PEERS},
     )
 
 
