@@ -97,7 +97,7 @@ void LibfabricProvider::send_counted() {
             counted_->sent();
             continue;
         }
-        if (peer->move == Peer::Move::answering) {  // not to its old endpoint any more
+        if (peer->move == Peer::Move::answering || peer->move == Peer::Move::unheard) {  // not where it was any more
             counted_->postpone();
             continue;
         }

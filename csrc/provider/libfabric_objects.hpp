@@ -92,8 +92,8 @@ inline constexpr std::uint32_t kMessageMagic = 0x31'57'58'45;  // "EXW1"
 // A revocation says that a region is about to go. It is answered once nothing of the sender's is on its way there any
 // more: over tcp a write with a stale key costs the whole connection, and with it what others had in flight.
 // `moved` carries the names of the endpoints that replace those that it came over; `moved_answer` is the last that its
-// receiver sends to the old ones. `greeting` carries the same to a peer that may know only an older address
-// (libfabric_replace.cpp).
+// receiver sends to the old ones. `greeting` carries the same to a peer that was added and may know only an older
+// address; its receiver may write from then on (libfabric_replace.cpp).
 enum class MessageKind : std::uint8_t {
     notification = 1,
     signal,
@@ -114,7 +114,7 @@ struct MessageHeader {
     std::uint64_t sender = 0;        // instance that sent it: addresses of a dead process may be taken again
     std::uint64_t ticket = 0;        // signal: comes back in its answer
     std::uint32_t region = 0;        // signal, revocation: the target's RegionId and …
-    std::uint32_t registration = 0;  // … which registration of it
+    std::uint32_t registration = 0;  // … which registration of it. moved, moved_answer: how many of them there are
     std::uint64_t offset = 0;        // bytes
     std::uint64_t operand = 0;
 };

@@ -39,6 +39,7 @@ std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vect
     if (counted_) send_counted();
     post_receives();
     if (!unmoved_.empty()) tell_unmoved();
+    if (!ungreeted_.empty()) greet();
     if (!moving_.empty()) advance_moves();
     return count;
 }
@@ -188,10 +189,7 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
             peer_moved(message, {buffer + sizeof(message), buffer + bytes});
             break;
         case MessageKind::moved_answer:
-            if (message.operand == replacements_) {
-                std::erase(ungreeted_, message.sender);
-                forgo_peer(sender->second);
-            }
+            move_answered(message);
             break;
         default:
             ++counters_.dropped_messages;
@@ -324,6 +322,12 @@ void LibfabricProvider::send_notices() {
     }
 }
 
+// A peer that moves gets answers at its old endpoint while we wait for some of its own: it may move over to us at the
+// same time, and wait for ours.
+bool LibfabricProvider::answerable(const Peer& peer) const {
+    return peer.move == Peer::Move::settled || (peer.move == Peer::Move::draining && awaits_answers(peer));
+}
+
 void LibfabricProvider::send_answers() {
     for (std::size_t index = held_answers_.size(); index-- > 0;) {
         if (on_its_way(held_answers_[index]->message)) continue;
@@ -338,7 +342,7 @@ void LibfabricProvider::send_answers() {
             unsent_answers_.pop_front();
             continue;
         }
-        if (peers_[sender->second.value]->move != Peer::Move::settled) {  // not to its old endpoint any more
+        if (!answerable(*peers_[sender->second.value])) {
             unsent_answers_.push_back(&answer);
             unsent_answers_.pop_front();
             return;
@@ -388,6 +392,8 @@ bool LibfabricProvider::may_sleep() {
     if (!objects_ || !immediate_.empty() || !unsent_answers_.empty() || !unsent_notices_.empty()) return false;
     if (counted_ && !(counted_->idle() && counted_->ended().empty())) return false;
     if (replacing_ || !moving_.empty()) return false;
+    if (std::any_of(ungreeted_.begin(), ungreeted_.end(), [](const Ungreeted& each) { return !each.sent; }))
+        return false;
     const auto known = [&](const Early& early) { return by_instance_.contains(early.sender); };
     if (std::any_of(early_.begin(), early_.end(), known)) return false;
     if (wait_fd_ < 0) return true;  // shm has no fi_trywait for a queue without a wait object: calling it crashes

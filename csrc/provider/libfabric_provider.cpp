@@ -134,7 +134,7 @@ ControlResult LibfabricProvider::open_messages() {
     immediate_.reserve(options_.slots);
     if (capabilities_.ordering == OrderingClass::counted_immediates) open_counting();
     post_receives();
-    return {};
+    return write_words(0, 0);
 }
 
 ControlResult LibfabricProvider::open_message_set(std::uint32_t endpoint) {
@@ -315,7 +315,9 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
         rest = rest.subspan(length);
     }
     by_instance_[header.instance] = peer;
-    if (replacements_ > 0) ungreeted_.push_back(header.instance);
+    // Who receives no messages cannot be told anything.
+    if (header.instance == instance_ || options_.receive_buffers == 0) entry->move = Peer::Move::settled;
+    if (header.instance != instance_) ungreeted_.push_back({header.instance});
     removed_instances_.erase(header.instance);
     if (counted_) counted_->meet(peer, header.instance);
     peers_[peer.value] = std::move(entry);

@@ -22,18 +22,23 @@ inline constexpr std::uint32_t kNotices = 32;  // revocations on their way at on
 struct LocalRegion;
 
 struct Peer {
-    // It has replaced its endpoint: what we have on its way to the old one drains, then we say so there, then we go
-    // over to the new one. Meanwhile nothing new is posted to it.
-    enum class Move : std::uint8_t { settled, draining, answering };
+    // unheard → settled: it has told where it is, and so knows us. What was posted before might go to an endpoint that
+    // is closed, or be taken for another's. settled → draining → answering → settled: it has replaced its endpoints;
+    // what we have on its way to the old ones drains, then we say so on every path there, then we go over to the new
+    // ones. Operations are posted to a settled peer only.
+    enum class Move : std::uint8_t { unheard, settled, draining, answering };
     std::uint64_t instance = 0;
     std::vector<fi_addr_t> addresses;  // one for each of its endpoints
     std::uint32_t in_flight = 0;       // operations whose contexts libfabric still owns
     bool removed = false;
-    Move move = Move::settled;
-    bool greeted = false;           // the move was told by a greeting: the old endpoints are gone
-    std::uint64_t move_number = 0;  // how often it has replaced its endpoints, as far as is known here
-    std::vector<fi_addr_t> next;    // while it moves: its new endpoints
-    std::vector<fi_addr_t> before;  // those before the last move; freed late, their connections may hold bytes
+    Move move = Move::unheard;
+    std::uint64_t move_number = 0;           // how often it has replaced its endpoints, as far as is known here
+    std::uint64_t next_number = 0;           // of the move that `last_words` tell of
+    std::uint32_t last_words = 0;            // that have come from its old endpoints
+    std::uint32_t answers = 0;               // answering: last words of ours, one over each open endpoint, and …
+    std::vector<std::uint32_t> answer_over;  // … those that have still to leave
+    std::vector<fi_addr_t> next;             // while it moves: its new endpoints
+    std::vector<fi_addr_t> before;           // those before the last move; freed late, their connections may hold bytes
 };
 
 // What libfabric gets as the context of an operation. It owns `fi` from the post until the completion.
@@ -125,7 +130,7 @@ class LibfabricProvider final : public Provider {
     bool replaces_endpoints() const override { return replaceable(); }
     ControlResult open_replacement(EndpointId old_endpoint, EndpointId& fresh) override;
     void announce_replacement(std::span<const PeerId> peers) override;
-    std::vector<PeerId> unmoved_peers() const override;
+    std::vector<UnmovedPeer> unmoved_peers() const override;
     void forgo_peer(PeerId peer) override;
     void greet_peers() override;
     ControlResult close_endpoints(EndpointId old_first) override;
@@ -187,6 +192,7 @@ class LibfabricProvider final : public Provider {
     void take_early(std::span<Completion> completions, std::size_t& count, std::vector<Arrival>& arrivals);
     Status apply_signal(const MessageHeader& message);
     void answer_received(const MessageHeader& message, std::span<Completion> completions, std::size_t& count);
+    bool answerable(const Peer& peer) const;
     void send_answers();
     void send_notices();
     void revoked_there(const MessageHeader& message);
@@ -214,13 +220,18 @@ class LibfabricProvider final : public Provider {
     fid_cq* queue_of(std::uint32_t endpoint) const { return objects_->queues[half_of(endpoint)].get(); }
     std::span<std::byte> word_about(std::uint32_t half, MessageKind kind);
     ControlResult open_half(std::uint32_t first);
-    ControlResult write_words(std::uint32_t first);
+    ControlResult write_words(std::uint32_t first, std::uint64_t number);
+    void greet();
     ssize_t send_word(std::uint32_t endpoint, Peer& peer, std::span<const std::byte> word,
                       std::uint32_t bounce = OperationContext::kNone);
     void tell_unmoved();
-    void peer_moved(const MessageHeader& message, std::span<const std::byte> names);
+    void peer_moved(const MessageHeader& message, std::span<const std::byte> bytes);
+    void peer_greets(Peer& peer, const MessageHeader& message, std::span<const std::byte> names);
+    bool insert_names(Peer& peer, std::span<const std::byte> bytes);
     void answer_greeting(const Peer& peer);
+    void move_answered(const MessageHeader& message);
     void advance_moves();
+    bool all_answered(const Peer& peer) const;
     bool awaits_answers(const Peer& peer) const;
     void advance_move(Peer& peer);
     void settle_move(Peer& peer);
@@ -269,14 +280,19 @@ class LibfabricProvider final : public Provider {
     // Our own replacement.
     struct Unmoved {
         std::uint64_t instance = 0;
-        bool told = false;
+        std::uint32_t told = 0;     // over so many of the old endpoints
+        std::uint32_t answers = 0;  // that have come
+    };
+    struct Ungreeted {
+        std::uint64_t instance = 0;
+        bool sent = false;  // since the last greet_peers()
     };
     bool replacing_ = false;          // both halves serve
     std::uint32_t current_ = 0;       // first endpoint of the half in use: over it our own messages go
     std::uint32_t replaced_ = 0;      // while replacing: first endpoint of the other one
     std::uint64_t replacements_ = 0;  // begun, ever
     std::size_t word_bytes_ = 0;
-    std::vector<std::uint64_t> ungreeted_;  // instances of peers that were added since and may not know where we are
+    std::vector<Ungreeted> ungreeted_;  // peers that have not said that they know where we are
     std::vector<Unmoved> unmoved_;
     std::vector<std::uint64_t> moving_;  // instances of peers whose move is not settled
 

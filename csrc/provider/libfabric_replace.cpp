@@ -1,8 +1,13 @@
 // Endpoints replaced by others (SPEC T14), here and as their peers see it; all of them at once. Regions, keys and the
-// address table belong to the domain and stay. Two last words per peer, each behind everything that was sent that way
-// before: `moved` from the old endpoint to the peer, once nothing of ours is on its way from there to it;
-// `moved_answer` from the peer to the old endpoint, once nothing of its own is on its way there. Then the old one is
-// closed for that peer.
+// address table belong to the domain and stay. Last words to and from each peer, each behind everything that was sent
+// that way before: `moved` over each old endpoint to the peer, once nothing of ours is on its way from there to it;
+// `moved_answer` over each open endpoint of the peer's to the old ones, once nothing of its own is on its way there.
+// The old ones are closed for that peer when all of them have come: what one path carries says nothing of another, and
+// with only one answer those that a peer had sent over its other endpoints were lost now and then, as of one that was
+// replacing its own.
+//
+// A peer's address may be older than a replacement. So nothing is posted to a peer before it has said where it is, in a
+// `greeting`, which each side sends to whom it adds, and again until it was answered.
 #include <algorithm>
 
 #include "provider/libfabric_provider.hpp"
@@ -14,19 +19,13 @@ constexpr std::size_t kNameBytesMax = 512;
 
 }  // namespace
 
-// With MR_ENDPOINT a region ends with the endpoint that it is bound to. With several endpoints a peer that replaced its
-// own at the same time now and then never answered a revocation afterwards (1 run in 5, tcp;ofi_rxm): not before that
-// is understood.
+// With MR_ENDPOINT a region ends with the endpoint that it is bound to.
 bool LibfabricProvider::replaceable() const {
-    return options_.endpoints == 1 && (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0;
+    return (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0;
 }
 
 ControlResult LibfabricProvider::open_replacement(EndpointId old_first, EndpointId& fresh_first) {
     if (!objects_) return {Status::closed, 0, "open_replacement: the provider was closed"};
-    if (options_.endpoints > 1)
-        return {Status::refused, 0,
-                "it has " + std::to_string(options_.endpoints) +
-                    " libfabric endpoints, and only a single one can be replaced"};
     if (!replaceable())
         return {Status::refused, 0,
                 "provider \"" + capabilities_.provider +
@@ -35,7 +34,7 @@ ControlResult LibfabricProvider::open_replacement(EndpointId old_first, Endpoint
         return {Status::refused, 0, "endpoint " + std::to_string(old_first.value) + " is being replaced already"};
     const std::uint32_t first = current_ == 0 ? options_.endpoints : 0;
     ControlResult result = open_half(first);
-    if (result.ok()) result = write_words(first);
+    if (result.ok()) result = write_words(first, replacements_ + 1);
     if (!result.ok()) {
         for (std::uint32_t lane = 0; lane < options_.endpoints; ++lane) objects_->endpoints[first + lane].reset();
         objects_->queues[half_of(first)].reset();
@@ -47,6 +46,7 @@ ControlResult LibfabricProvider::open_replacement(EndpointId old_first, Endpoint
     replaced_ = current_;
     current_ = first;
     replacing_ = true;
+    ++replacements_;
     post_receives();
     fresh_first = EndpointId{first};
     return {};
@@ -69,7 +69,7 @@ std::span<std::byte> LibfabricProvider::word_about(std::uint32_t half, MessageKi
     return {end - from_end * message_bytes_, word_bytes_};
 }
 
-ControlResult LibfabricProvider::write_words(std::uint32_t first) {
+ControlResult LibfabricProvider::write_words(std::uint32_t first, std::uint64_t number) {
     std::vector<std::byte> names;
     for (std::uint32_t lane = 0; lane < options_.endpoints; ++lane) {
         std::vector<std::byte> name;
@@ -86,7 +86,8 @@ ControlResult LibfabricProvider::write_words(std::uint32_t first) {
     word_bytes_ = sizeof(MessageHeader) + names.size();
     MessageHeader header;
     header.sender = instance_;
-    header.operand = ++replacements_;
+    header.operand = number;
+    header.registration = options_.endpoints;
     for (const MessageKind kind : {MessageKind::moved, MessageKind::greeting}) {
         header.kind = kind;
         std::byte* const word = word_about(half_of(first), kind).data();
@@ -98,15 +99,21 @@ ControlResult LibfabricProvider::write_words(std::uint32_t first) {
 
 void LibfabricProvider::announce_replacement(std::span<const PeerId> peers) {
     for (const PeerId peer : peers) {
-        if (peer.value < peers_.size() && peers_[peer.value]) unmoved_.push_back({peers_[peer.value]->instance, false});
+        if (peer.value < peers_.size() && peers_[peer.value]) unmoved_.push_back({peers_[peer.value]->instance});
     }
 }
 
-std::vector<PeerId> LibfabricProvider::unmoved_peers() const {
-    std::vector<PeerId> peers;
+// Those, too, to whose own replacement we are answering: the answers go over the old endpoints as well.
+std::vector<UnmovedPeer> LibfabricProvider::unmoved_peers() const {
+    std::vector<UnmovedPeer> peers;
     for (const Unmoved& unmoved : unmoved_) {
         const auto peer = by_instance_.find(unmoved.instance);
-        if (peer != by_instance_.end()) peers.push_back(peer->second);
+        if (peer != by_instance_.end()) peers.push_back({peer->second, unmoved.told == options_.endpoints});
+    }
+    for (const std::uint64_t instance : moving_) {
+        const auto peer = by_instance_.find(instance);
+        if (peer != by_instance_.end() && peers_[peer->second.value]->move == Peer::Move::answering)
+            peers.push_back({peer->second, true});
     }
     return peers;
 }
@@ -114,6 +121,7 @@ std::vector<PeerId> LibfabricProvider::unmoved_peers() const {
 void LibfabricProvider::forgo_peer(PeerId peer) {
     if (peer.value >= peers_.size() || !peers_[peer.value]) return;
     std::erase_if(unmoved_, [&](const Unmoved& each) { return each.instance == peers_[peer.value]->instance; });
+    if (peers_[peer.value]->move == Peer::Move::answering) settle_move(*peers_[peer.value]);
 }
 
 // `word`: of word_about(); empty: the message of the notice that is next.
@@ -154,24 +162,34 @@ std::vector<const Peer*> LibfabricProvider::busy_on(std::uint32_t half) const {
 
 void LibfabricProvider::tell_unmoved() {
     std::erase_if(unmoved_, [&](const Unmoved& each) { return !by_instance_.contains(each.instance); });
-    if (std::all_of(unmoved_.begin(), unmoved_.end(), [](const Unmoved& each) { return each.told; })) return;
+    const auto all_told = [&](const Unmoved& each) { return each.told == options_.endpoints; };
+    if (std::all_of(unmoved_.begin(), unmoved_.end(), all_told)) return;
     const std::vector<const Peer*> busy = busy_on(half_of(replaced_));
     for (Unmoved& unmoved : unmoved_) {
         Peer& peer = *peers_[by_instance_.at(unmoved.instance).value];
         // A peer that moves itself is told at its new endpoints: the old ones may be gone before they have read this.
-        if (unmoved.told || free_notices_.empty() || peer.move != Peer::Move::settled) continue;
-        if (std::find(busy.begin(), busy.end(), &peer) != busy.end()) continue;
-        unmoved.told = send_word(replaced_, peer, word_about(half_of(current_), MessageKind::moved)) == 0;
+        if (peer.move != Peer::Move::settled) continue;
+        if (unmoved.told == 0 && std::find(busy.begin(), busy.end(), &peer) != busy.end()) continue;
+        const auto word = word_about(half_of(current_), MessageKind::moved);
+        while (!all_told(unmoved) && !free_notices_.empty() && send_word(replaced_ + unmoved.told, peer, word) == 0)
+            ++unmoved.told;
     }
 }
 
 void LibfabricProvider::greet_peers() {
-    if (!objects_ || replacements_ == 0) return;
-    std::erase_if(ungreeted_, [&](std::uint64_t instance) { return !by_instance_.contains(instance); });
-    for (const std::uint64_t instance : ungreeted_) {
-        Peer& peer = *peers_[by_instance_.at(instance).value];
-        if (free_notices_.empty() || peer.move != Peer::Move::settled) continue;
-        static_cast<void>(send_word(current_, peer, word_about(half_of(current_), MessageKind::greeting)));
+    for (Ungreeted& each : ungreeted_) each.sent = false;
+}
+
+void LibfabricProvider::greet() {
+    std::erase_if(ungreeted_, [&](const Ungreeted& each) { return !by_instance_.contains(each.instance); });
+    for (Ungreeted& each : ungreeted_) {
+        if (each.sent || free_notices_.empty()) continue;
+        Peer& peer = *peers_[by_instance_.at(each.instance).value];
+        if (peer.move == Peer::Move::draining || peer.move == Peer::Move::answering) continue;
+        // It is told by the last words on the old paths, and must not go over before they have come.
+        const bool told = std::any_of(unmoved_.begin(), unmoved_.end(),
+                                      [&](const Unmoved& unmoved) { return unmoved.instance == each.instance; });
+        each.sent = told || send_word(current_, peer, word_about(half_of(current_), MessageKind::greeting)) == 0;
     }
 }
 
@@ -262,12 +280,38 @@ std::vector<std::span<const std::byte>> split_names(std::span<const std::byte> b
 
 void LibfabricProvider::peer_moved(const MessageHeader& message, std::span<const std::byte> bytes) {
     Peer& peer = *peers_[by_instance_.at(message.sender).value];
-    const bool greeting = message.kind == MessageKind::greeting;
-    if (peer.move != Peer::Move::settled) {
-        if (!greeting) ++counters_.dropped_messages;  // a greeting is said again
+    if (peer.move == Peer::Move::draining || peer.move == Peer::Move::answering) {
+        if (message.kind == MessageKind::moved) ++counters_.dropped_messages;  // a greeting is said again
         return;
     }
-    if (greeting && message.operand <= peer.move_number) return answer_greeting(peer);
+    if (message.kind == MessageKind::greeting) return peer_greets(peer, message, bytes);
+    // Its address was made when it was there already: nothing of ours ever went to where it was before.
+    if (message.operand <= peer.move_number) return answer_greeting(peer);
+    if (std::exchange(peer.next_number, message.operand) != message.operand) peer.last_words = 0;
+    if (++peer.last_words < message.registration) return;
+    if (!insert_names(peer, bytes)) return;
+    peer.move = Peer::Move::draining;
+    moving_.push_back(peer.instance);
+}
+
+// It has added us, and what is sent to it goes there. It was removed here and is added again where its number is new
+// and yet it was heard before.
+void LibfabricProvider::peer_greets(Peer& peer, const MessageHeader& message, std::span<const std::byte> names) {
+    if (message.operand > peer.move_number) {
+        if (peer.move == Peer::Move::settled && (peer.in_flight != 0 || !all_answered(peer)))
+            return;  // it says so again
+        peer.next_number = message.operand;
+        if (!insert_names(peer, names)) return;
+        settle_move(peer);
+        for (Ungreeted& each : ungreeted_)
+            each.sent = each.sent && each.instance != peer.instance;  // it went elsewhere
+    }
+    peer.move = Peer::Move::settled;
+    answer_greeting(peer);
+}
+
+// The addresses of next_number. False: they are not as many as it had.
+bool LibfabricProvider::insert_names(Peer& peer, std::span<const std::byte> bytes) {
     const auto names = split_names(bytes);
     std::vector<fi_addr_t> found;
     for (const std::span<const std::byte> name : names) {
@@ -278,13 +322,11 @@ void LibfabricProvider::peer_moved(const MessageHeader& message, std::span<const
     if (names.size() != peer.addresses.size() || found.size() != names.size()) {
         if (!found.empty()) fi_av_remove(objects_->addresses.get(), found.data(), found.size(), 0);
         ++counters_.dropped_messages;
-        return;
+        return false;
     }
     peer.next = std::move(found);
-    peer.greeted = greeting;
-    peer.move_number = message.operand;
-    peer.move = Peer::Move::draining;
-    moving_.push_back(peer.instance);
+    peer.move_number = peer.next_number;
+    return true;
 }
 
 void LibfabricProvider::answer_greeting(const Peer& peer) {
@@ -292,7 +334,19 @@ void LibfabricProvider::answer_greeting(const Peer& peer) {
     answer.kind = MessageKind::moved_answer;
     answer.sender = peer.instance;
     answer.operand = peer.move_number;
+    answer.registration = 1;
     unsent_notices_.push_back(answer);
+}
+
+// It knows where we are, and nothing of it comes that way any more to where we were.
+void LibfabricProvider::move_answered(const MessageHeader& message) {
+    if (message.operand != replacements_) return;
+    Peer& peer = *peers_[by_instance_.at(message.sender).value];
+    if (peer.move == Peer::Move::unheard) peer.move = Peer::Move::settled;  // it answers where we have greeted it
+    std::erase_if(ungreeted_, [&](const Ungreeted& each) { return each.instance == message.sender; });
+    std::erase_if(unmoved_, [&](Unmoved& each) {
+        return each.instance == message.sender && ++each.answers >= message.registration;
+    });
 }
 
 void LibfabricProvider::advance_moves() {
@@ -304,40 +358,46 @@ void LibfabricProvider::advance_moves() {
     });
 }
 
-// An emulated signal that has left may not have been read there yet, nor a counted write have arrived.
-bool LibfabricProvider::awaits_answers(const Peer& peer) const {
-    if (capabilities_.remote_atomics && !counted_) return false;
-    return std::any_of(objects_->contexts.begin(), objects_->contexts.end(), [&](const OperationContext& context) {
+bool LibfabricProvider::all_answered(const Peer& peer) const {
+    return std::none_of(objects_->contexts.begin(), objects_->contexts.end(), [&](const OperationContext& context) {
         return context.peer == &peer && context.state == OperationContext::State::unanswered;
     });
 }
 
+// An emulated signal that has left may not have been read there yet, nor a counted write have arrived.
+bool LibfabricProvider::awaits_answers(const Peer& peer) const {
+    return (!capabilities_.remote_atomics || counted_) && !all_answered(peer);
+}
+
 void LibfabricProvider::advance_move(Peer& peer) {
-    if (peer.in_flight != 0) return;
-    if (peer.move == Peer::Move::answering) return settle_move(peer);
-    if (peer.greeted) {
-        settle_move(peer);
-        return answer_greeting(peer);
-    }
-    if (free_notices_.empty() || awaits_answers(peer)) return;
-    MessageHeader& answer = objects_->notices[free_notices_.back()].message;
-    answer = {};
-    answer.kind = MessageKind::moved_answer;
-    answer.sender = instance_;
-    answer.operand = peer.move_number;
-    const ssize_t outcome = send_word(current_, peer, {});
-    if (outcome == 0) {
+    if (peer.move == Peer::Move::draining) {
+        if (peer.in_flight != 0 || awaits_answers(peer)) return;
+        for (std::uint32_t endpoint = 0; endpoint < objects_->endpoints.size(); ++endpoint)
+            if (is_open(endpoint)) peer.answer_over.push_back(endpoint);
+        peer.answers = static_cast<std::uint32_t>(peer.answer_over.size());
         peer.move = Peer::Move::answering;
-    } else if (outcome != -FI_EAGAIN) {
-        settle_move(peer);  // the old endpoint is gone: it did not wait for us
     }
+    while (!peer.answer_over.empty()) {
+        if (free_notices_.empty()) return;
+        MessageHeader& answer = objects_->notices[free_notices_.back()].message;
+        answer = {};
+        answer.kind = MessageKind::moved_answer;
+        answer.sender = instance_;
+        answer.operand = peer.move_number;
+        answer.registration = peer.answers;
+        const ssize_t outcome = send_word(peer.answer_over.back(), peer, {});
+        if (outcome == -FI_EAGAIN) return;
+        peer.answer_over.pop_back();
+        if (outcome != 0) peer.answer_over.clear();  // the old endpoints are gone: they did not wait for us
+    }
+    if (peer.in_flight == 0) settle_move(peer);
 }
 
 void LibfabricProvider::settle_move(Peer& peer) {
     if (!peer.before.empty()) fi_av_remove(objects_->addresses.get(), peer.before.data(), peer.before.size(), 0);
     peer.before = std::exchange(peer.addresses, std::exchange(peer.next, {}));
     peer.move = Peer::Move::settled;
-    peer.greeted = false;
+    peer.answer_over.clear();
 }
 
 }  // namespace expertwire::fabric

@@ -46,6 +46,12 @@ struct ControlResult {
     bool ok() const { return status == Status::ok; }
 };
 
+// A peer that may still have something on its way to endpoints that are being replaced.
+struct UnmovedPeer {
+    PeerId peer;
+    bool told = false;  // by a word that has been posted: an answer is to come
+};
+
 class Provider {
   public:
     virtual ~Provider() = default;
@@ -89,8 +95,8 @@ class Provider {
     // Peers that were added since may know us by an older address: tells them, until they have answered. To be called
     // now and then.
     virtual void greet_peers() {}
-    // Who may still have something on its way to the old endpoint.
-    virtual std::vector<PeerId> unmoved_peers() const { return {}; }
+    // Who has not yet answered that.
+    virtual std::vector<UnmovedPeer> unmoved_peers() const { return {}; }
     // It is not waited for any more: what it still sends to the old endpoint will fail there.
     virtual void forgo_peer(PeerId) {}
     // `would_block`: poll and call again. `ok`: nothing posted over it touches memory any more, and no completion of it

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <vector>
@@ -79,7 +80,11 @@ struct Replacement {
     EndpointId old_endpoint;   // the first of those that are replaced
     std::vector<bool> told;    // by rank: it goes on with the new one
     std::uint64_t closed = 0;  // old endpoints, ever
-    TimeNs since_ns = 0;
+    // What peers have had to answer: how long turns were taken here since the new endpoint was open. `answer_since_ns`:
+    // by rank, the same when it was told.
+    TimeNs patience_ns = 0;
+    TimeNs looked_ns = 0;
+    std::vector<std::optional<TimeNs>> answer_since_ns;
     TimeNs next_try_ns = 0;
     std::string failure;  // of the last try
 };

@@ -132,7 +132,8 @@ void Liveness::look_at(std::uint32_t rank, Peer& peer, TimeNs now) {
     if (silent >= limit)
         suspect_locked(peer,
                        "no heartbeat for " + std::to_string(silent / 1'000'000) + " ms (limit " +
-                           std::to_string(limit / 1'000'000) + " ms)",
+                           std::to_string(limit / 1'000'000) + " ms)" +
+                           (peer.last_heartbeat == 0 ? "; it was never heard: it may not have added this rank" : ""),
                        now, peer.heard_ns);
 }
 

@@ -17,19 +17,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
-
-from expertwire.fabric import discover
 from expertwire.fabric.config import Settings
 from fabric.provider_peer import remove_shared_files
-from fabric.provider_setups import shm_refused
 from leftovers import LEFT_OVER, held, left_over
 
 ANSWER_S = 60.0
-HOME = Settings.from_environment().libfabric_home  # whoever asks for another libfabric gets the tests of that one
 LOCAL = Settings(provider="local", timeout_ms=20_000)
-TCP = Settings(provider="tcp", timeout_ms=20_000, libfabric_home=HOME)
-SHM = Settings(provider="shm", timeout_ms=20_000, libfabric_home=HOME)
+TCP = Settings(provider="tcp", timeout_ms=20_000)
+SHM = Settings(provider="shm", timeout_ms=20_000)
 DATA_BYTES = 1 << 20
 COUNTERS = 64
 
@@ -128,10 +123,10 @@ class Group:
             member.ask(body, *arguments)
         return [member.answer() for member in self.members]
 
-    def restart(self, rank: int, *, stale: bool = False) -> None:
+    def restart(self, rank: int, *, stale: bool = False, early: Callable[[], None] | None = None) -> None:
         """The process of this rank is ended, however it is; a new one under its name is connected to the others, who removed it before.
 
-        `stale`: it is given the others' first blobs.
+        `stale`: it is given the others' first blobs. `early`: is called when it has begun to work, and nobody has added it yet.
         """
         old = self.members[rank]
         old.process.kill()
@@ -144,9 +139,13 @@ class Group:
         blobs = {each.rank: self.blobs[each.rank] if stale else (each.pid, each.descriptors, each.call(blob_of)) for each in others}
         fresh.connection.send([blobs.get(each, (0, {}, b"")) for each in range(len(self.members))])
         assert fresh.connection.recv() == "mapped"
+        if early:
+            fresh.connection.send(None)
+            early()
         for member in others:
             member.call(add_peer, rank, blob)
-        fresh.connection.send(None)
+        if not early:
+            fresh.connection.send(None)
 
 
 def blob_of(endpoint: Any) -> bytes:
@@ -173,12 +172,7 @@ def start(rank: int, size: int, settings: Settings, share: bool, arguments: dict
 
 @contextmanager
 def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: Any) -> Iterator[Group]:
-    """`share`: the ranks map each other's regions, as ranks of one node do. `environment`: of their processes; the rest is Endpoint's.
-
-    Skips the test where the libfabric of this machine is one whose shm is refused.
-    """
-    if settings.provider == "shm" and (why := shm_refused(discover.best_library(settings))):
-        pytest.skip(why)
+    """`share`: the ranks map each other's regions, as ranks of one node do. `environment`: of their processes; the rest is Endpoint's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "expertwire.fabric.native", "expertwire.fabric.endpoint"])
     members = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,13 +11,13 @@ import pytest
 
 from expertwire.errors import DeadlineError, ExpertwireError, StateError
 from expertwire.fabric import Endpoint, Signal
-from expertwire.fabric.request import Status
+from expertwire.fabric.request import Request, Status
 from fabric.bodies import counter, data
 
 PARTS = 8  # writes of one round, all in flight at once
 PART_BYTES = 4096
 INBOX = PARTS * PART_BYTES  # where a partner's round lands; ours leaves from offset 0
-ARRIVED, READ = 0, 1  # counters
+ARRIVED, READ, STREAM = 0, 1, 2  # counters
 STUCK_BYTES = 1 << 18
 
 
@@ -108,7 +109,7 @@ def await_replacement(endpoint: Endpoint) -> list[str]:
 
 def close_stuck(endpoint: Endpoint) -> None:
     """Their memory is deregistered. Needs the peer to be removed: it would be asked whether it still writes there."""
-    endpoint.stuck[0].close(2000)  # type: ignore[attr-defined]
+    endpoint.stuck[0].close(20_000)  # type: ignore[attr-defined]
     endpoint.stuck = None  # type: ignore[attr-defined]
 
 
@@ -149,12 +150,62 @@ def write_after_waking(endpoint: Endpoint, peer: int) -> str:
     return "ok"
 
 
-def refused_removal(endpoint: Endpoint, peer: int) -> str:
-    """Why; its requests still own their memory."""
-    with pytest.raises(StateError) as refusal:
-        endpoint.remove_peer(peer)
-    assert not any(r.done for r in endpoint.stuck[2])  # type: ignore[attr-defined]
-    return str(refusal.value)
+WINDOW = 8  # of a stream, to each peer
+
+
+def begin_stream(endpoint: Endpoint, peers: tuple[int, ...]) -> None:
+    """Signalled writes without pause to each peer, in a thread of their own, until end_stream()."""
+    ending = threading.Event()
+    written = dict.fromkeys(peers, 0)
+    statuses: set[str] = set()
+
+    def write(peer: int) -> tuple[int, Request]:
+        return peer, endpoint.write(peer, data(endpoint), "data", 8, remote_offset=2 * INBOX, signal=Signal(1, 8 * STREAM))
+
+    def run() -> None:
+        flying = [write(peer) for peer in peers for _ in range(WINDOW)]
+        while flying:
+            seen = endpoint.native.doorbell_seen()
+            for peer, request in [each for each in flying if each[1].done]:
+                statuses.add(request.status().name)
+                written[peer] += 1
+                flying.remove((peer, request))
+                if not ending.is_set() and request.status() is Status.OK:
+                    flying.append(write(peer))
+            endpoint.native.doorbell_wait(seen, 2)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    endpoint.stream = (thread, ending, written, statuses)  # type: ignore[attr-defined]
+
+
+def end_stream(endpoint: Endpoint) -> tuple[list[int], set[str]]:
+    """(writes to each peer, how they ended)"""
+    thread, ending, written, statuses = endpoint.stream  # type: ignore[attr-defined]
+    ending.set()
+    thread.join(40)
+    assert not thread.is_alive(), f"after {written} writes the rest has not ended; ended: {statuses}"
+    return list(written.values()), statuses
+
+
+def count_of(endpoint: Endpoint, which: int) -> int:
+    return counter(endpoint, which)
+
+
+def descriptors(endpoint: Endpoint) -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def remove_at_last(endpoint: Endpoint, peer: int) -> None:
+    """As the error says, called again where the deadline passed."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return endpoint.remove_peer(peer)
+        except StateError as error:
+            if "call again" not in str(error) or time.monotonic() > deadline:
+                raise
 
 
 def remove(endpoint: Endpoint, peer: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +11,7 @@ from expertwire.fabric import Endpoint
 from expertwire.fabric.config import Settings
 from fabric import bodies
 from fabric.ranks import LOCAL, TCP, Group, ranks
+from fabric.test_replacement import stopped
 
 BOTH = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])
 INTERRUPT_S_MAX = 0.1
@@ -64,11 +63,8 @@ def test_a_deadline_leaves_ownership_with_the_request() -> None:
     """The target is stopped with more on its way than the sockets hold; when it goes on, everything ends well."""
     with ranks(2, TCP, heartbeat_ms=1000) as pair:
         pair[0].call(bodies.write_signalled, 1, 4096, 1)
-        os.kill(pair[1].pid, signal.SIGSTOP)
-        try:
+        with stopped(pair, 1):
             late, owned, refusal = pair[0].call(bodies.stuck_write, 1, 1 << 20, 300)
-        finally:
-            os.kill(pair[1].pid, signal.SIGCONT)
         assert late
         assert owned
         assert "in use by" in refusal
