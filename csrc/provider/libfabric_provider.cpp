@@ -336,17 +336,26 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     by_instance_.erase(entry->instance);
     removed_instances_.insert(entry->instance);
     entry->removed = true;
-    for (OperationContext& context : objects_->contexts) {  // emulated signals whose answer will not come any more
-        if (context.peer != entry.get() || context.state != OperationContext::State::unanswered) continue;
-        context.state = OperationContext::State::idle;
-        uncount(context);
-        immediate_.push_back({context.ticket, Status::peer_dead, context.level, 0});
-    }
+    end_unanswered(*entry);
     if (counted_) counted_->leave(peer);
     std::erase_if(retired_, [&](const std::unique_ptr<Peer>& old) { return old->in_flight == 0; });
     free_peer(*entry);
     if (entry->in_flight != 0) retired_.push_back(std::move(entry));
     return {};
+}
+
+void LibfabricProvider::forsake_peer(PeerId peer) {
+    if (objects_ && peer.value < peers_.size() && peers_[peer.value]) end_unanswered(*peers_[peer.value]);
+}
+
+// Emulated signals and counted writes whose answer will not come any more; libfabric is done with them.
+void LibfabricProvider::end_unanswered(const Peer& peer) {
+    for (OperationContext& context : objects_->contexts) {
+        if (context.peer != &peer || context.state != OperationContext::State::unanswered) continue;
+        context.state = OperationContext::State::idle;
+        uncount(context);
+        immediate_.push_back({context.ticket, Status::peer_dead, context.level, 0});
+    }
 }
 
 // fi_av_remove needs an address that nothing uses (fi_av(3)); until then the entry stays and only new posts are

@@ -125,6 +125,7 @@ class LibfabricProvider final : public Provider {
     std::vector<std::byte> region_key(RegionId id) const override;
     ControlResult add_peer(PeerId peer, std::span<const std::byte> address) override;
     ControlResult remove_peer(PeerId peer) override;
+    void forsake_peer(PeerId peer) override;
     ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
 
     bool replaces_endpoints() const override { return replaceable(); }
@@ -152,6 +153,7 @@ class LibfabricProvider final : public Provider {
     ControlResult name_of(std::uint32_t endpoint, std::vector<std::byte>& name) const;
     ControlResult register_memory(const void* address, std::size_t bytes, std::uint64_t access, Handle<fid_mr>& handle);
     void free_peer(Peer& peer);
+    void end_unanswered(const Peer& peer);
 
     // libfabric_data.cpp: posts
     PostResult refuse(Status status);

@@ -71,6 +71,9 @@ class Provider {
     // cannot replace an endpoint.
     virtual void fence_peer(PeerId) {}
 
+    // It is being removed: what only its answer would end has failed (peer_dead). Again in every turn of a removal.
+    virtual void forsake_peer(PeerId) {}
+
     // Data plane.
     // Class C: the peer counts what comes from here. False: not yet, or not now; it may have to be asked, so ask again.
     virtual bool counts(PeerId) { return false; }

@@ -232,6 +232,7 @@ Removal begin_removal(ContextState& state, std::uint32_t rank, TimeNs now) {
 
 // Under the token. True: nothing of it is in flight, and nothing that it sends can arrive.
 bool end_traffic(ContextState& state, const Removal& removal, TimeNs now) {
+    state.provider->forsake_peer(PeerId{removal.rank});
     const bool ended = state.engine->close_peer(PeerId{removal.rank}, now) == Status::ok;
     const bool fenced = !removal.fence || state.replacement.closed > removal.closed_before;
     if (ended && fenced) return !removal.fence || state.news_told() || now - removal.begun >= farewell_ns;

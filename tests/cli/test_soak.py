@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from cli import targets
 from cli.test_commands import environment, of_group
 from expertwire.cli.launch import launch
 from expertwire.cli.report import Exit, Report
+from expertwire.cli.soak import fabric as soak_fabric
 from expertwire.cli.soak import plan, worker
 from expertwire.cli.soak.fabric import add_rows
 from expertwire.cli.soak.worker import Setup
+from expertwire.errors import UnavailableError
+from expertwire.fabric.config import Settings
 
 ITERATIONS = 9  # a key is revoked in the fourth, a rank leaves and comes back after the eighth
 KINDS = (
@@ -150,13 +154,27 @@ def test_pressure_reaches_both_ends() -> None:
     assert 400 <= max(found) <= 512
 
 
-def test_delivery_complete_off_is_skipped_in_words_where_it_is_unsafe(tmp_path: Path) -> None:
+def test_delivery_complete_off_is_skipped_in_words_where_nothing_stands_in_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(rank: int, size: int, settings: Settings) -> None:
+        raise UnavailableError(f"{settings.provider} {settings.ordering} is unsafe")
+
+    monkeypatch.setattr("expertwire.fabric.Endpoint", refuse)
+    setup = Setup(3, "tcp", 1, 1.0, 2, "alternate")
+    assert soak_fabric.without_gate(setup) == (setup, "tcp auto is unsafe; tcp counted is unsafe")
+    gated = replace(setup, delivery_complete="on")
+    assert soak_fabric.without_gate(gated) == (gated, "")
+
+
+def test_delivery_complete_alternates_and_the_target_counts_where_a_gate_would_need_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    words = command("--delivery-complete", "alternate", "--iterations", "2", "--json", str(path))
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == Exit.SKIPPED, done.stderr
-    assert "a signal could overtake its payload" in done.stderr
-    assert [row["status"] for row in json.loads(path.read_text())["rows"]] == ["skipped"]
+    words = command("--delivery-complete", "alternate", "--ranks", "2", "--iterations", "11", "--json", str(path))
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == Exit.OK, done.stderr
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["failures"]["value"] == 0
+    assert rows["failures"]["ordering_off"] == "counted"
+    opened = {name: row["value"] for name, row in rows.items() if name.startswith("endpoints opened")}
+    assert set(opened) == {"endpoints opened, delivery-complete 0, counted", "endpoints opened, delivery-complete 1"}
 
 
 def test_what_the_interface_sent_is_reported_beside_what_we_say(tmp_path: Path) -> None:

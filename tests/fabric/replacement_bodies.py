@@ -84,6 +84,11 @@ def post_stuck(endpoint: Endpoint, stopped: int, count: int, lanes: int = 1) -> 
     endpoint.stuck = (region, memory, requests)  # type: ignore[attr-defined]
 
 
+def post_unacknowledged(endpoint: Endpoint, stopped: int, count: int) -> None:
+    """Writes so small that the network takes them whoever sleeps."""
+    endpoint.small = [endpoint.write(stopped, data(endpoint), "data", 64) for _ in range(count)]  # type: ignore[attr-defined]
+
+
 def await_quarantine(endpoint: Endpoint, count: int) -> None:
     wait_until(endpoint, lambda: endpoint.statistics().slots_quarantined >= count, f"the hard deadline of {count} writes")
     region, _, requests = endpoint.stuck  # type: ignore[attr-defined]

@@ -60,6 +60,17 @@ def test_a_target_killed_in_the_middle_fails_its_writer_alone(settings: Settings
         assert group[1].call(common.counter, 1) >= 20
 
 
+def test_what_only_the_answer_of_one_who_is_removed_would_end_ends_with_the_removal() -> None:
+    """Its unacknowledged writes were waited for until their hard deadline; the removal gave up before it."""
+    with ranks(3, dataclasses.replace(ALONE, timeout_ms=1000, hard_timeout_ms=60_000)) as group:
+        both(group, bodies.exchange_rounds, 0, 5)
+        group[0].call(bodies.connect, 2)
+        with stopped(group, 2):
+            group[0].call(bodies.post_unacknowledged, 2, 8)
+            group[0].call(bodies.remove, 2)
+            assert group[0].call(bodies.counts)["requests_live"] == 0
+
+
 def test_endpoints_are_replaced_with_counted_writes_on_their_way() -> None:
     settings = dataclasses.replace(IMPATIENT, ordering="counted")
     with ranks(3, settings) as group:

@@ -8,7 +8,7 @@ Equal --seed and --iterations give an equal hash of all payloads.
 
   expertwire soak fabric --seconds 2100 --seed 7      35 minutes
   expertwire soak fabric --iterations 40 --ranks 4    a fixed amount of work
-  expertwire soak fabric --delivery-complete alternate    on and off in turn, where it may be off: else status 3
+  expertwire soak fabric --delivery-complete alternate    on and off in turn; off with counted immediates where a gate needs it
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     setup = Setup(args.ranks, args.provider, args.seed, args.seconds, args.iterations, args.delivery_complete)
     report = Report("soak fabric", {**asdict(setup), "options": options(args)})
-    why = refusal(setup)
+    setup, why = without_gate(setup)
     if why:
         report.add("failures", None, "", RowStatus.SKIPPED, **labels(setup), why=why)
         report.write(args.json)
@@ -110,19 +110,26 @@ def check(args: argparse.Namespace) -> None:
         raise InvalidArgumentError(f"--seed is {args.seed}; the least is 0")
 
 
-def refusal(setup: Setup) -> str:
-    """Why this provider may not be soaked as asked; empty where it may."""
+def without_gate(setup: Setup) -> tuple[Setup, str]:
+    """The setup with the ordering that its endpoints take without delivery-complete, and why there is none; "" where there is.
+
+    The provider's own where that gates on nothing; else the target counts the writes (class C) and acknowledges each, which needs none.
+    """
     if setup.delivery_complete not in ("off", "alternate"):
-        return ""
+        return setup, ""
     from expertwire.fabric import Endpoint
     from expertwire.fabric.config import Settings
 
     settings = replace(Settings.from_environment(), provider=setup.provider, delivery_complete="0")
-    try:
-        Endpoint(0, 2, settings).close()
-    except ExpertwireError as error:
-        return str(error)
-    return ""
+    words = []
+    for ordering in dict.fromkeys((settings.ordering, "counted")):
+        try:
+            Endpoint(0, 2, replace(settings, ordering=ordering)).close()
+        except ExpertwireError as error:
+            words.append(str(error))
+        else:
+            return replace(setup, ordering_off=ordering), ""
+    return setup, "; ".join(dict.fromkeys(words))
 
 
 def carried_by(setup: Setup) -> str:
@@ -148,7 +155,9 @@ def add_interface(report: Report, outcomes: list[Outcome], setup: Setup, interfa
 def labels(setup: Setup) -> dict[str, Any]:
     """What every row says of the run."""
     common = {"device": "cpu", "ranks": setup.ranks, "provider": setup.provider, "seed": setup.seed}
-    return common if setup.delivery_complete == "auto" else {**common, "delivery_complete": setup.delivery_complete}
+    if setup.delivery_complete != "auto":
+        common["delivery_complete"] = setup.delivery_complete
+    return common if setup.ordering_off == "auto" else {**common, "ordering_off": setup.ordering_off}
 
 
 def add_rows(report: Report, outcomes: list[Outcome], setup: Setup) -> None:

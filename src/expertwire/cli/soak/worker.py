@@ -53,6 +53,7 @@ class Setup:
     seconds: float
     iterations: int
     delivery_complete: str = "auto"  # or "on", "off", "alternate": every endpoint anew, with the other of the two
+    ordering_off: str = "auto"  # Settings.ordering of an endpoint without it: "counted" where no gate may do without
 
 
 @dataclass
@@ -153,14 +154,17 @@ class Worker:
 
     def _open(self) -> None:
         settings = Settings.from_environment()
+        delivery_complete = self._delivery_complete()
         settings = replace(
             settings,
             provider=self.setup.provider,
-            delivery_complete=self._delivery_complete(),
+            delivery_complete=delivery_complete,
+            ordering=self.setup.ordering_off if delivery_complete == "0" and self.setup.ordering_off != "auto" else settings.ordering,
             max_outstanding=plan.pressure(self.setup.seed, self.rank, self._incarnation),
             timeout_ms=settings.timeout_ms if "EXPERTWIRE_TIMEOUT_MS" in settings.given() else TIMEOUT_MS,
         )
-        self.outcome.counted[f"endpoints opened, delivery-complete {settings.delivery_complete}"] += 1
+        counting = ", counted" if settings.ordering == "counted" else ""
+        self.outcome.counted[f"endpoints opened, delivery-complete {settings.delivery_complete}{counting}"] += 1
         self._stop = self.size * TRANSFERS_MAX  # the counter that says: this is the last iteration
         self.endpoint = Endpoint(self.rank, self.size, settings, counters=self._stop + 1, lanes=LANES + 1)
         lengths = {"send": 2 * AREA_BYTES, "receive": AREA_BYTES, "fetched": AREA_BYTES, "sink": SINK_BYTES, "unread": SINK_BYTES}
