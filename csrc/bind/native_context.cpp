@@ -404,6 +404,18 @@ void bind_waits(Class& cls) {
             "Close a watch. Idempotent.");
 }
 
+nb::dict capabilities_dict(const Capabilities& what) {
+    nb::dict result;
+    result["provider"] = what.provider;
+    result["ordering"] = static_cast<int>(what.ordering);
+    result["delivery_complete"] = what.delivery_complete;
+    result["remote_atomics"] = what.remote_atomics;
+    result["message_bytes_max"] = what.message_bytes_max;
+    result["notification_bytes_max"] = what.notification_bytes_max;
+    result["why"] = what.why;
+    return result;
+}
+
 template <class Class>
 void bind_records(Class& cls) {
     using Self = const PyContext&;
@@ -460,18 +472,7 @@ void bind_records(Class& cls) {
             },
             "dict[str, int] of counters, a snapshot; fabric.stats.Statistics gives them names and types.")
         .def_prop_ro(
-            "capabilities",
-            [](Self self) {
-                const Capabilities& what = self.context->capabilities();
-                nb::dict result;
-                result["provider"] = what.provider;
-                result["ordering"] = static_cast<int>(what.ordering);
-                result["delivery_complete"] = what.delivery_complete;
-                result["remote_atomics"] = what.remote_atomics;
-                result["message_bytes_max"] = what.message_bytes_max;
-                result["why"] = what.why;
-                return result;
-            },
+            "capabilities", [](Self self) { return capabilities_dict(self.context->capabilities()); },
             "dict of what the provider promises (csrc/provider/capabilities.hpp).");
 }
 

@@ -53,6 +53,14 @@ class PeerError(ExpertwireError, ConnectionError):
         self.rank = rank
 
 
+class ExcludedError(ExpertwireError, ConnectionError):
+    """The other ranks agreed (`Buffer.shrink`) to go on without this one, which had not answered them. `members`: those that went on."""
+
+    def __init__(self, message: str, members: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.members = members
+
+
 class TransferError(ExpertwireError):
     """One request failed: stale key, out of range, provider error. Other requests go on."""
 

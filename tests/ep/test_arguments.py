@@ -111,7 +111,6 @@ CONSTRUCTIONS = {
     "rdma negative": (INVALID, "num_rdma_bytes is -5; it must be at least 0"),
     "unknown": (TYPE, "Buffer has no argument 'use_fabrik'; .* use_fabric"),
     "low latency": (INVALID, "num_rdma_bytes is 0; low_latency_mode needs what get_low_latency_rdma_size_hint says"),
-    "shrink": (UNAVAILABLE, "enable_shrink is True without low_latency_mode; it is not there yet"),
     "queue pairs": (INVALID, "num_qps_per_rank is 0; it must be at least 1"),
     "timeout nan": (TYPE, "timeout_ms must be an int, got nan"),
     "timeout 0": (INVALID, "timeout_ms is 0; it must be at least 1"),
@@ -203,7 +202,7 @@ def test_what_callers_read(world: World, node_of: tuple[int, ...]) -> None:
         assert (found["low_latency_mode"], found["explicitly_destroy"], found["enable_shrink"], found["num_sms"]) == (
             False,
             True,
-            False,
+            True,
             20,
         )
         assert found["region"] == 4 << 20

@@ -15,6 +15,7 @@ import pytest
 from expertwire.ep import bootstrap
 from expertwire.ep.bootstrap import Launch, agree, launch_of, settings_for
 from expertwire.ep.neighbours import Door, Neighbour
+from expertwire.ep.processes import own_process
 from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
 from expertwire.fabric.config import Settings
 
@@ -48,7 +49,7 @@ class Ranks:
 
 
 def neighbour(rank: int, door: Door) -> Neighbour:
-    return Neighbour(rank, bootstrap.boot_id(), door.name, door.secret)
+    return Neighbour(rank, own_process(bootstrap.boot_id()), door.name, door.secret)
 
 
 def test_a_failure_on_one_rank_is_raised_on_all() -> None:

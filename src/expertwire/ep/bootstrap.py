@@ -23,6 +23,7 @@ import torch.distributed as dist
 import expertwire
 from expertwire.ep.layout import check_node_table
 from expertwire.ep.neighbours import Door, Neighbour
+from expertwire.ep.processes import Process, own_process
 from expertwire.errors import (
     CapacityError,
     DeadlineError,
@@ -58,6 +59,7 @@ class Wiring:
     context: Context
     node_of: tuple[int, ...]
     provider: str
+    processes: tuple[Process, ...]  # of each rank
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ def _proved_nodes(launch: Launch, door: Door, others: Sequence[Neighbour], table
 
     def prove() -> list[bool]:
         wanted = [
-            peer.rank < launch.rank and peer.boot == me.boot and (table is None or table[peer.rank] == table[launch.rank])
+            peer.rank < launch.rank and peer.process.boot == me.process.boot and (table is None or table[peer.rank] == table[launch.rank])
             for peer in others
         ]
         return [want and door.prove(peer) for want, peer in zip(wanted, others, strict=True)]
@@ -252,16 +254,17 @@ def connect(
     facts: Mapping[str, str],
     build: Callable[[tuple[int, ...], Settings, int], Context],
     needed_bytes: Callable[[tuple[int, ...]], int],
+    patience_s: float | None = None,
 ) -> Wiring:
     """Compare settings and facts, prove nodes, let `build(node_of, settings, hosts)` make a context with its regions, and wire it.
-    `needed_bytes(node_of)` says first how much that will allocate.
+    `needed_bytes(node_of)` says first how much that will allocate. `patience_s`: how long a rank of the node has to answer at its door.
 
     Collective. A failure on any rank is raised on all of them.
     """
-    with Door() as door:
+    with Door() if patience_s is None else Door(patience_s) as door:
         table, neighbours = _meet(launch, door, settings, node_of, facts)
         nodes = _proved_nodes(launch, door, neighbours, table)
-        hosts = len({one.boot for one in neighbours})
+        hosts = len({one.process.boot for one in neighbours})
         plans = _together(launch, lambda: (_choose_provider(settings, nodes, hosts), memory_of(needed_bytes(nodes))))
         providers = [name for name, _ in plans]
         agree(launch.rank, [{"provider": name} for name in providers])
@@ -283,7 +286,7 @@ def connect(
             for context in made:
                 context.close(0)
             raise
-        return Wiring(context, nodes, chosen.provider)
+        return Wiring(context, nodes, chosen.provider, tuple(one.process for one in neighbours))
 
 
 def _meet(
@@ -300,7 +303,7 @@ def _meet(
             **settings.exchanged(),
             **facts,
         }
-        return _Hello(mine, table, Neighbour(launch.rank, boot_id(), door.name, door.secret))
+        return _Hello(mine, table, Neighbour(launch.rank, own_process(boot_id()), door.name, door.secret))
 
     hellos = _together(launch, hello)
     agree(launch.rank, [one.facts for one in hellos])

@@ -29,11 +29,19 @@ from expertwire.ep.config import (
     require_int,
 )
 from expertwire.ep.event import EventHandle, EventOverlap
-from expertwire.ep.handle import Handle
+from expertwire.ep.handle import Handle, Identity
 from expertwire.ep.layout import check_node_table
 from expertwire.ep.low_latency import LowLatencyOperations
 from expertwire.ep.variants import keywords
-from expertwire.errors import DeadlineError, InvalidArgumentError, InvalidTypeError, StateError, UnavailableError
+from expertwire.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    PeerError,
+    StateError,
+    TransferError,
+    UnavailableError,
+)
 from expertwire.fabric.config import TIMEOUT_MS_MAX
 
 if TYPE_CHECKING:
@@ -48,7 +56,7 @@ _numbers = itertools.count()
 
 
 class _State(Enum):
-    """live → failed | destroyed; failed → destroyed."""
+    """live → failed | destroyed; failed → live, by shrink, | destroyed."""
 
     live = "live"
     failed = "failed"
@@ -72,26 +80,17 @@ class MemoryPlan:
         return ours + self.low_latency_control_bytes + self.low_latency_data_bytes
 
 
-@dataclass(frozen=True)
-class _Identity:
-    """Names a Buffer in its handles, which thus keep nothing of it alive."""
-
-    number: int
-    rank: int
-
-    def __repr__(self) -> str:
-        return f"<Buffer {self.number} of rank {self.rank}>"
-
-
 class Buffer(LowLatencyOperations):
     """Communication buffer of one rank for expert-parallel dispatch and combine.
 
     Making it, `dispatch`, `combine` and `destroy` are collective: every rank of the group calls them, in the same order. Calls from several
     threads are serialised. After an operation has failed half-way (deadline, dead peer, Ctrl-C) the Buffer is failed: every later call
-    raises `StateError` naming the first error, and only `destroy` works.
+    raises `StateError` naming the first error, and only `shrink`, which makes the Buffer live again among those that are left, and
+    `destroy` work.
     """
 
     num_sms: ClassVar[int] = 20
+    _identity: Identity
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class Buffer(LowLatencyOperations):
                 low_latency_mode: bytes for that mode, as `get_low_latency_rdma_size_hint` says; the rings are beside it.
             low_latency_mode: the methods of that name work too.
             enable_shrink: a rank that is dead, has left, or does not answer a low-latency call until the deadline is masked, and the call
-                goes on without it.
+                goes on without it. Asks for nothing in the other mode: `shrink` works either way.
             explicitly_destroy: the caller promises to call `destroy()`. Either way a Buffer that dies, or lives at the interpreter's exit,
                 is released.
             comm: an mpi4py communicator in place of `group`.
@@ -143,8 +142,6 @@ class Buffer(LowLatencyOperations):
         for name in variants:
             if name not in _VARIANTS:
                 raise InvalidTypeError(f"Buffer has no argument {name!r}; beside DeepEP's own it takes {', '.join(sorted(_VARIANTS))}")
-        if enable_shrink and not low_latency_mode:
-            raise UnavailableError("enable_shrink is True without low_latency_mode; it is not there yet for the high-throughput mode")
         self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, 0, REGION_BYTES_MAX)
         self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, 0, REGION_BYTES_MAX)
         if low_latency_mode and not self.num_rdma_bytes:
@@ -162,9 +159,10 @@ class Buffer(LowLatencyOperations):
 
         launch: Launch = launch_of(group, comm, settings_for(None, timeout_ms).timeout_ms)
         self.rank, self.group_size = launch.rank, launch.size
+        self.members = tuple(range(launch.size))  # what each rank's number was when the Buffer was made
         if node_of is not None:
             node_of = check_node_table("node_of", node_of, launch.size)
-        self._identity = _Identity(next(_numbers), self.rank)
+        self._identity = Identity(next(_numbers), self.rank)
         self._pid = os.getpid()
         # Taken again by the thread that has it where a signal handler or a finalizer runs within a call; `_within` says so.
         self._lock = threading.RLock()
@@ -423,6 +421,7 @@ class Buffer(LowLatencyOperations):
             checks.absent("when handle is given, which has the routing already", **layout)
             given = checks.payload("x", x, routing.num_tokens)
             with self._calling("dispatch"):
+                checks.handle(handle, self._identity)  # again: another thread may have called shrink meanwhile
                 again = self.runtime.dispatch_again(given, routing)
             return cast(_Sent, again), None, None, None, None, _event(async_finish)
         given = checks.payload("x", x)
@@ -474,10 +473,49 @@ class Buffer(LowLatencyOperations):
             require_int("topk_weights.shape[1]", weights.shape[1], 1)
         added = checks.biases(bias, routing.num_tokens, rows.shape[1])
         with self._calling("combine"):
+            checks.handle(handle, self._identity)  # again: another thread may have called shrink meanwhile
             combined, combined_weights = self.runtime.combine(rows, routing, weights, added)
         return combined, combined_weights, _event(async_finish)
 
     # ---- end
+
+    @keywords()
+    def shrink(self, timeout_ms: int | None = None) -> tuple[int, ...]:
+        """Agree with the other ranks on who is left, and go on among those. Collective among them; of a failed Buffer or a live one.
+
+        Waits for every rank but those whose process has ended, that closed their Buffer, or that fell silent (no heartbeat for 5 s, or
+        half of the timeout). Those that come go on if they are more than half of the ranks, or half of them with the lowest, or if everyone
+        else is known to have ended, as the kernel of one host says: who is only silent may wake up, and two parts must not both go on.
+
+        Ranks are numbered from 0 again, in the same order, and nodes likewise; so are experts, from the E of the next call. Regions and
+        keys are fresh: what a stopped rank still writes reaches nobody. Handles of before are refused, tensors of before stay valid. Masks
+        of the low-latency mode are clean again. For its time both the old regions and the new ones are there.
+
+        Args:
+            timeout_ms: deadline; by default the Buffer's.
+
+        Returns:
+            The number that each rank had before this call, by its number now. `members` has those of the beginning.
+
+        Raises:
+            DeadlineError: names who did not come, and says where too few did; PeerError: so many have left that no agreement can come;
+            after either all may call again. ExcludedError: the others went on without this rank. CapacityError: no memory.
+        """
+        limit = self.runtime.timeout_ms if timeout_ms is None else require_int("timeout_ms", timeout_ms, 1, TIMEOUT_MS_MAX)
+        with self._holding("shrink", (_State.live, _State.failed)):
+            before, self._state = self._state, _State.failed  # whatever ends it half-way: its rank is not where the others are
+            try:
+                members, runtime = self.runtime.shrink(limit)
+            except BaseException as error:
+                if before is _State.live:
+                    self._first_error = f"shrink: {type(error).__name__}: {error}"
+                raise
+            self.runtime = runtime
+            self.rank, self.group_size = members.index(self.rank), len(members)
+            self.members = tuple(self.members[member] for member in members)
+            self._identity = Identity(self._identity.number, self.rank, self._identity.shrinks + 1)
+            self._state, self._first_error = _State.live, ""
+        return members
 
     @keywords()
     def destroy(self) -> None:
@@ -502,14 +540,18 @@ class Buffer(LowLatencyOperations):
             except (*checks.UNSENT, StateError):  # one that a core raises comes before it sends: call in another order
                 raise
             except BaseException as error:
+                why = self.runtime.excluded() if isinstance(error, PeerError | DeadlineError | TransferError) else None
+                said = error if why is None else why
                 if self._state is _State.live:
                     self._state = _State.failed
-                    self._first_error = f"{operation}: {type(error).__name__}: {error}"
+                    self._first_error = f"{operation}: {type(said).__name__}: {said}"
+                if why is not None:
+                    raise why from error
                 raise
 
     @contextmanager
-    def _holding(self, operation: str) -> Iterator[None]:
-        """The lock, of a live Buffer. Whatever fails meanwhile is the caller's alone: nothing was sent."""
+    def _holding(self, operation: str, states: tuple[_State, ...] = (_State.live,)) -> Iterator[None]:
+        """The lock, of a Buffer in one of the states. Whatever fails meanwhile is the caller's alone: nothing was sent."""
         checks.not_forked(os.getpid(), self._pid)
         patience_ms = 2 * self.runtime.timeout_ms
         if not self._lock.acquire(timeout=patience_ms / 1000):
@@ -520,7 +562,7 @@ class Buffer(LowLatencyOperations):
                     f"rank {self.rank}: {operation} was called within {self._within} of the same thread, as a signal handler or a "
                     "finalizer does; only destroy works there"
                 )
-            self._require_live(operation)
+            self._require(operation, states)
             self._within = operation
             try:
                 yield
@@ -531,14 +573,15 @@ class Buffer(LowLatencyOperations):
         finally:
             self._lock.release()
 
-    def _require_live(self, operation: str) -> None:
+    def _require(self, operation: str, states: tuple[_State, ...]) -> None:
+        if self._state in states:
+            return
         if self._state is _State.destroyed:
             raise StateError(f"rank {self.rank}: {operation} on a Buffer that was destroyed: make a new one")
-        if self._state is _State.failed:
-            raise StateError(
-                f"rank {self.rank}: {operation} on a Buffer that failed before; destroy it and make a new one. "
-                f"The first error was {self._first_error}"
-            )
+        raise StateError(
+            f"rank {self.rank}: {operation} on a Buffer that failed before; shrink it, on every rank that is left, or destroy it and make "
+            f"a new one. The first error was {self._first_error}"
+        )
 
 
 def _event(async_finish: bool) -> EventOverlap:

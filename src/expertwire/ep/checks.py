@@ -9,7 +9,7 @@ import torch
 
 from expertwire.ep.config import CALL_ROWS_MAX, Config, require_int
 from expertwire.ep.event import EventOverlap
-from expertwire.ep.handle import Handle
+from expertwire.ep.handle import Handle, Identity
 from expertwire.ep.layout import expert_bounds
 from expertwire.errors import (
     CapacityError,
@@ -98,10 +98,15 @@ def counts(name: str, value: object, length: int | None) -> torch.Tensor:
     return found
 
 
-def handle(value: object, buffer: object) -> Handle:
+def handle(value: object, buffer: Identity) -> Handle:
     """A handle that `buffer` made."""
     if not isinstance(value, Handle):
         raise InvalidTypeError(f"handle must be the Handle that a dispatch returned, got {type(value).__name__}")
+    if value.buffer.number == buffer.number and value.buffer.shrinks != buffer.shrinks:
+        raise InvalidArgumentError(
+            f"handle was made by this Buffer before shrink {buffer.shrinks} ({value.buffer!r}, now {buffer!r}): its ranks, and the rows "
+            "that it routes, are no more; dispatch again"
+        )
     if value.buffer is not buffer:
         raise InvalidArgumentError(f"handle was made by another Buffer ({value.buffer!r}, not {buffer!r}): use the Buffer that dispatched")
     return value

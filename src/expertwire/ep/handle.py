@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from expertwire.fabric.native import ExchangeHandle
 
 
+@dataclass(frozen=True)
+class Identity:
+    """Names a Buffer, between two calls of shrink, in its handles, which thus keep nothing of it alive."""
+
+    number: int
+    rank: int
+    shrinks: int = 0
+
+    def __repr__(self) -> str:
+        return f"<Buffer {self.number} of rank {self.rank}{f' after shrink {self.shrinks}' if self.shrinks else ''}>"
+
+
 @dataclass(frozen=True, eq=False)
 class Handle:
     """Routing of one dispatch. Belongs to the `Buffer` that made it, and stays valid until that is destroyed.
@@ -24,7 +36,7 @@ class Handle:
     """
 
     native: ExchangeHandle = field(repr=False)
-    buffer: object = field(repr=False)  # identity of the Buffer that made it
+    buffer: Identity = field(repr=False)  # of the Buffer that made it
     rank: int
     node_of: tuple[int, ...]
     num_experts: int

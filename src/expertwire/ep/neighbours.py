@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
+from expertwire.ep.processes import Process
 from expertwire.errors import UnavailableError
 
 _SECRET_BYTES = 32
@@ -34,7 +35,7 @@ class Neighbour:
     """How to knock at a rank's door."""
 
     rank: int
-    boot: str
+    process: Process
     door: str
     secret: bytes
 
@@ -42,7 +43,8 @@ class Neighbour:
 class Door:
     """Serves this rank's descriptors while the ranks find each other, and knocks at the doors of others."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = _STEP_S) -> None:
+        self._patience_s = patience_s
         self.name = f"expertwire-{secrets.token_hex(16)}"
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         self._probe = os.memfd_create("expertwire probe", os.MFD_CLOEXEC)
@@ -118,7 +120,7 @@ class Door:
     def _knock(self, neighbour: Neighbour, request: bytes) -> socket.socket:
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            door.settimeout(_STEP_S)
+            door.settimeout(self._patience_s)
             door.connect("\0" + neighbour.door)
             door.sendall(neighbour.secret + request)
         except BaseException:
@@ -138,7 +140,7 @@ class Door:
                 if self._closing:
                     return
                 try:
-                    visitor.settimeout(_STEP_S)
+                    visitor.settimeout(self._patience_s)
                     self._answer(visitor)
                 except OSError:
                     continue  # the visitor has gone; it sees the same and says so
@@ -152,7 +154,7 @@ class Door:
             mark = _receive(visitor, _WORD.size)
             with mmap.mmap(self._probe, _PROBE_BYTES) as probe:
                 visitor.sendall(b"Y" if probe[: _WORD.size] == mark else b"N")
-        elif request == _REGIONS and self._regions_open.wait(_STEP_S):
+        elif request == _REGIONS and self._regions_open.wait(self._patience_s):
             names = json.dumps(list(self._regions)).encode()
             visitor.sendall(_LENGTH.pack(len(names)) + names)
             socket.send_fds(visitor, [b"F"], list(self._regions.values()))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ from expertwire.ep.cpu.memory import Memory, address_of, tensor_over
 from expertwire.ep.cpu.outputs import Outputs
 from expertwire.ep.cpu.pool import Extent, Pool
 from expertwire.ep.cpu.sizes import geometry_of, region_sizes
-from expertwire.ep.handle import Handle
+from expertwire.ep.handle import Handle, Identity
 from expertwire.ep.layout import expert_bounds
-from expertwire.errors import ExpertwireError
+from expertwire.ep.shrink import Survivors
+from expertwire.errors import ExcludedError, ExpertwireError
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import choose_binding, library_candidates
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 LINGER_MS = 1000  # how long a rank that leaves waits for the others to leave too
 CLOSE_MS = 2000
+RETIRE_MS = 100  # for what is on its way over a context that all survivors have left; that for a stopped rank never ends
+PATIENCE_S = 2.0  # for a neighbour to answer at its door while a Buffer shrinks: it may be dying
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,15 @@ class CpuBackend:
     """One rank's exchange on CPU tensors. Arguments come checked; calls come one at a time."""
 
     low_latency: CpuLowLatency | None = None
+    _again: Callable[..., CpuBackend]  # `open` with the same settings
 
-    def __init__(self, launch: Launch, wiring: Wiring, exchange: Exchange, timeout_ms: int) -> None:
+    def __init__(self, launch: Launch, wiring: Wiring, exchange: Exchange, settings: Settings) -> None:
         context = wiring.context
         self.rank = launch.rank
         self.node_of = wiring.node_of
         self.provider = wiring.provider
-        self.timeout_ms = timeout_ms
+        self.timeout_ms = settings.timeout_ms
+        self._survivors = Survivors(context, launch.rank, wiring.processes, ends_are_known=settings.liveness != "heartbeat")
         self._context = context
         self._exchange = exchange
         region = context.region("data")
@@ -124,6 +130,7 @@ class CpuBackend:
         sync_writes: bool | None = None,
         low_latency: bool = False,
         shrink: bool = False,
+        patience_s: float | None = None,
     ) -> CpuBackend:
         """Build this rank's part and wire it to the others. Collective.
 
@@ -157,7 +164,7 @@ class CpuBackend:
             "low_latency_mode": str(low_latency),
             "enable_shrink": str(shrink),
         }
-        wiring = connect(launch, settings, node_of, facts, build, lambda nodes: sum(sizes(nodes).values()))
+        wiring = connect(launch, settings, node_of, facts, build, lambda nodes: sum(sizes(nodes).values()), patience_s)
         slots, slot_bytes = geometry_of(
             wiring.node_of,
             data_bytes=data_bytes,
@@ -166,7 +173,19 @@ class CpuBackend:
             low_latency=low_latency,
         )
         exchange = Exchange(wiring.context, list(wiring.node_of), local_experts_max, slots, slot_bytes)
-        backend = cls(launch, wiring, exchange, settings.timeout_ms)
+        backend = cls(launch, wiring, exchange, settings)
+        backend._again = functools.partial(
+            cls.open,
+            data_bytes=data_bytes,
+            staging_bytes_max=staging_bytes_max,
+            local_experts_max=local_experts_max,
+            provider=wiring.provider,
+            timeout_ms=timeout_ms,
+            sync_writes=sync_writes,
+            low_latency=low_latency,
+            shrink=shrink,
+            patience_s=PATIENCE_S,
+        )
         if low_latency:
             backend.low_latency = CpuLowLatency(
                 wiring.context, launch.rank, wiring.node_of, local_experts_max, shrink, settings.timeout_ms, backend._outputs
@@ -200,7 +219,7 @@ class CpuBackend:
         )
         return per_rank, per_node, per_expert, in_rank
 
-    def dispatch(self, sent: Payload, routing: Routing, expert_alignment: int, identity: object) -> Received:
+    def dispatch(self, sent: Payload, routing: Routing, expert_alignment: int, identity: Identity) -> Received:
         """Send rows by the routing given."""
         topk = 0 if routing.topk_idx is None else routing.topk_idx.shape[1]
         landed = self._exchange_rows(sent, routing, None)
@@ -265,6 +284,23 @@ class CpuBackend:
         """The data region from byte `offset`, as it is."""
         length = math.prod(shape) * dtype.itemsize
         return tensor_over(self._pool.memory(Extent(offset, length)), 0, dtype, shape)
+
+    def shrink(self, timeout_ms: int) -> tuple[tuple[int, ...], CpuBackend]:
+        """The ranks that are left, ascending, and the backend among them, for which this one has been closed. Collective among them."""
+
+        def make(launch: Launch, members: tuple[int, ...]) -> CpuBackend:
+            nodes = [self.node_of[member] for member in members]
+            kept = sorted(set(nodes))  # in the same order, which is that of sums
+            return self._again(launch, node_of=[kept.index(node) for node in nodes])
+
+        members, made = self._survivors.shrink(make, timeout_ms)
+        self._context.close(RETIRE_MS)
+        self._finalizer()
+        return members, made
+
+    def excluded(self) -> ExcludedError | None:
+        """Whether the others have gone on without this rank, as far as it was told."""
+        return None if self._context.closed else self._survivors.excluded()
 
     def close(self, *, linger: bool) -> None:
         """Tell the others that this rank leaves, and release everything but the memory under tensors that live."""
