@@ -126,6 +126,7 @@ CALLS: dict[str, tuple[object, ...]] = {
     "statistics": (),
     "get_comm_stream": (),
     "destroy": (),
+    "shrink": (),
     "get_dispatch_layout": (None, 8),
     "dispatch": (None,),
     "combine": (None, None),
