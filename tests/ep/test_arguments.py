@@ -60,7 +60,7 @@ CALLS = {
     "scales double": (TYPE, r"x\[1\], the scales, has dtype torch\.float64; it must be torch\.float32 or torch\.int32"),
     "scales rows": (INVALID, r"x\[1\], the scales, has shape \[4, 2\]; it must be \[5, scales\]"),
     "scales none": (INVALID, r"x\[1\], the scales, has shape \[5, 0\]; a row needs at least 1 scale"),
-    "x meta": (UNAVAILABLE, "x is on device meta; .* CPU tensors"),
+    "x meta": (UNAVAILABLE, "x is on device meta; it must be a CPU or a CUDA tensor"),
     "x sparse": (INVALID, r"x has layout torch\.sparse_coo; it must be strided"),
     "x tokens": (INVALID, r"is_token_in_rank has shape \[5, \d\]; it must be \[4, \d\]"),
     "per rank missing": (INVALID, "num_tokens_per_rank is None; it must be given when handle is not"),

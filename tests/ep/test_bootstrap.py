@@ -59,7 +59,7 @@ def test_a_failure_on_one_rank_is_raised_on_all() -> None:
                 raise UnavailableError("no such provider here")
             return launch.rank
 
-        return bootstrap._together(launch, mine)
+        return bootstrap.together(launch, mine)
 
     results = Ranks(4).run(work)
     assert isinstance(results[2], UnavailableError)

@@ -147,7 +147,7 @@ def settings_for(provider: str | None, timeout_ms: int | None, sync_writes: bool
     return settings
 
 
-def _together(launch: Launch, work: Callable[[], Value]) -> list[Value]:
+def together(launch: Launch, work: Callable[[], Value]) -> list[Value]:
     """Each rank's result of `work`. When it failed on any rank it fails on all, instead of leaving the others to wait."""
     result: Value | None = None
     error: Exception | None = None
@@ -233,7 +233,7 @@ def _proved_nodes(launch: Launch, door: Door, others: Sequence[Neighbour], table
         ]
         return [want and door.prove(peer) for want, peer in zip(wanted, others, strict=True)]
 
-    rows = _together(launch, prove)
+    rows = together(launch, prove)
     pairs = [[i == j or rows[max(i, j)][min(i, j)] for j in range(launch.size)] for i in range(launch.size)]
     if table is None:
         return tuple(nodes_from_pairs(pairs))
@@ -265,7 +265,7 @@ def connect(
         table, neighbours = _meet(launch, door, settings, node_of, facts)
         nodes = _proved_nodes(launch, door, neighbours, table)
         hosts = len({one.process.boot for one in neighbours})
-        plans = _together(launch, lambda: (_choose_provider(settings, nodes, hosts), memory_of(needed_bytes(nodes))))
+        plans = together(launch, lambda: (_choose_provider(settings, nodes, hosts), memory_of(needed_bytes(nodes))))
         providers = [name for name, _ in plans]
         agree(launch.rank, [{"provider": name} for name in providers])
         check_memory(launch.rank, [memory for _, memory in plans])
@@ -277,11 +277,11 @@ def connect(
             return bytes(made[0].blob())
 
         try:
-            blobs = _together(launch, build_mine)
+            blobs = together(launch, build_mine)
             context = made[0]
             door.open_regions({name: context.region_fd(context.region(name)) for name in context.region_names()})
-            _together(launch, lambda: _reach(launch.rank, context, blobs, door, neighbours, nodes))
-            _together(launch, context.start)  # nobody sends before all have started
+            together(launch, lambda: _reach(launch.rank, context, blobs, door, neighbours, nodes))
+            together(launch, context.start)  # nobody sends before all have started
         except BaseException:
             for context in made:
                 context.close(0)
@@ -305,7 +305,7 @@ def _meet(
         }
         return _Hello(mine, table, Neighbour(launch.rank, own_process(boot_id()), door.name, door.secret))
 
-    hellos = _together(launch, hello)
+    hellos = together(launch, hello)
     agree(launch.rank, [one.facts for one in hellos])
     for place, one in enumerate(hellos):
         if one.neighbour.rank != place:

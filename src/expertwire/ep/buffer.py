@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import torch
 
@@ -43,9 +43,6 @@ from expertwire.errors import (
     UnavailableError,
 )
 from expertwire.fabric.config import TIMEOUT_MS_MAX
-
-if TYPE_CHECKING:
-    from expertwire.ep.cpu.backend import CpuBackend
 
 topk_idx_t = torch.int64
 _Sent = TypeVar("_Sent", torch.Tensor, tuple[torch.Tensor, torch.Tensor])  # BF16 rows, or FP8 rows with scales
@@ -110,6 +107,7 @@ class Buffer(LowLatencyOperations):
         timeout_ms: int | None = None,
         max_local_experts: int = 2048,
         sync_writes: bool | None = None,
+        device: str | torch.device | None = None,
         **variants: object,
     ) -> None:
         """Exchange settings over `group`, prove which ranks share memory, and allocate.
@@ -132,6 +130,7 @@ class Buffer(LowLatencyOperations):
             timeout_ms: deadline of each operation; by default `EXPERTWIRE_TIMEOUT_MS`, else 100,000.
             max_local_experts: most experts per rank that any dispatch will have.
             sync_writes: post one write, wait for it, signal, then the next: the slow baseline; by default `EXPERTWIRE_SYNC_WRITES`.
+            device: "cpu", the default, or "cuda": tensors of the caller's current GPU, among ranks of one node.
             num_qps_per_rank, allow_*, and the variants `use_fabric`, `allow_nvlink_for_normal_mode`, `is_intranode`: taken for callers'
                 sake, they ask for nothing here.
 
@@ -154,8 +153,8 @@ class Buffer(LowLatencyOperations):
         self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = bool(enable_shrink)
+        from expertwire.ep.backends import open_backend
         from expertwire.ep.bootstrap import Launch, launch_of, settings_for
-        from expertwire.ep.cpu.backend import CpuBackend
 
         launch: Launch = launch_of(group, comm, settings_for(None, timeout_ms).timeout_ms)
         self.rank, self.group_size = launch.rank, launch.size
@@ -169,8 +168,9 @@ class Buffer(LowLatencyOperations):
         self._within = ""  # the operation of the thread that has the lock
         self._state = _State.live
         self._first_error = ""
-        self.runtime: CpuBackend = CpuBackend.open(
+        self.runtime = open_backend(
             launch,
+            device,
             data_bytes=self.num_nvl_bytes,
             staging_bytes_max=self.num_rdma_bytes,
             local_experts_max=max_local_experts,
@@ -302,7 +302,9 @@ class Buffer(LowLatencyOperations):
     @keywords()
     def get_comm_stream(self) -> torch.Stream:
         """The stream that operations run on. Raises `UnavailableError` on CPU: operations run in the caller's thread."""
-        raise UnavailableError("this Buffer works on CPU tensors, which have no streams: operations run in the calling thread")
+        if (stream := self.runtime.comm_stream) is None:
+            raise UnavailableError("this Buffer works on CPU tensors, which have no streams: operations run in the calling thread")
+        return stream
 
     @keywords()
     def get_local_buffer_tensor(
@@ -359,10 +361,11 @@ class Buffer(LowLatencyOperations):
                 f"num_experts is {experts}; it must be at most {most}: "
                 f"{self.group_size} ranks of max_local_experts={self._local_experts_max}"
             )
+        checks.on_device(self.runtime.device, topk_idx=topk_idx)
         ids = checks.expert_ids("topk_idx", topk_idx)
-        with self._holding("get_dispatch_layout"):
+        with self._holding("get_dispatch_layout"), self.runtime.ordered(previous_event, async_finish) as order:
             per_rank, per_node, per_expert, in_rank = self.runtime.layout(ids, experts)
-        return per_rank, per_node if self.num_nodes > 1 else None, per_expert, in_rank, _event(async_finish)
+        return per_rank, per_node if self.num_nodes > 1 else None, per_expert, in_rank, order.event
 
     @keywords()
     def dispatch(
@@ -415,23 +418,25 @@ class Buffer(LowLatencyOperations):
             "topk_idx": topk_idx,
             "topk_weights": topk_weights,
         }
+        checks.on_device(self.runtime.device, x=x, **layout)
         if handle is not None:
             routing = checks.handle(handle, self._identity)
             checks.worst_tokens(num_worst_tokens, routing)
             checks.absent("when handle is given, which has the routing already", **layout)
             given = checks.payload("x", x, routing.num_tokens)
-            with self._calling("dispatch"):
+            with self._calling("dispatch"), self.runtime.ordered(previous_event, async_finish) as order:
                 checks.handle(handle, self._identity)  # again: another thread may have called shrink meanwhile
                 again = self.runtime.dispatch_again(given, routing)
-            return cast(_Sent, again), None, None, None, None, _event(async_finish)
+            return cast(_Sent, again), None, None, None, None, order.event
         given = checks.payload("x", x)
         worst = checks.worst_tokens(num_worst_tokens, None)
         with self._calling("dispatch"):
             fresh = checks.routing(given.x.shape[0], self.node_of, layout, worst)
-            received = self.runtime.dispatch(given, fresh, alignment, self._identity)
+            with self.runtime.ordered(previous_event, async_finish) as order:
+                received = self.runtime.dispatch(given, fresh, alignment, self._identity)
         made = received.handle
         rows, counts = cast(_Sent, received.rows), made.returned_counts
-        result = (rows, received.topk_idx, received.topk_weights, counts, made, _event(async_finish))
+        result = (rows, received.topk_idx, received.topk_weights, counts, made, order.event)
         if received.overflows:
             raise checks.overflow(received.overflows, made, result)
         return result
@@ -466,16 +471,17 @@ class Buffer(LowLatencyOperations):
         """
         checks.events(config, previous_event, async_finish, allocate_on_comm_stream)
         routing = checks.handle(handle, self._identity)
+        checks.on_device(self.runtime.device, x=x, topk_weights=topk_weights, bias=bias)
         rows = checks.rows("x", x, routing.num_rows)
         weights = None
         if topk_weights is not None:
             weights = checks.tensor("topk_weights", topk_weights, (torch.float32,), (routing.num_rows, "top-k"))
             require_int("topk_weights.shape[1]", weights.shape[1], 1)
         added = checks.biases(bias, routing.num_tokens, rows.shape[1])
-        with self._calling("combine"):
+        with self._calling("combine"), self.runtime.ordered(previous_event, async_finish) as order:
             checks.handle(handle, self._identity)  # again: another thread may have called shrink meanwhile
             combined, combined_weights = self.runtime.combine(rows, routing, weights, added)
-        return combined, combined_weights, _event(async_finish)
+        return combined, combined_weights, order.event
 
     # ---- end
 
@@ -582,7 +588,3 @@ class Buffer(LowLatencyOperations):
             f"rank {self.rank}: {operation} on a Buffer that failed before; shrink it, on every rank that is left, or destroy it and make "
             f"a new one. The first error was {self._first_error}"
         )
-
-
-def _event(async_finish: bool) -> EventOverlap:
-    return EventOverlap(EventHandle() if async_finish else None)

@@ -22,7 +22,7 @@ from expertwire.errors import (
 )
 
 # Device for "no device at all": meta, sparse and the like are named by it too.
-_DEVICES = ("cpu",)
+_DEVICES = ("cpu", "cuda")
 # Failures found before a row left, and by every rank alike where they concern all: the Buffer stays usable.
 UNSENT = (InvalidArgumentError, UnavailableError, MismatchError, CapacityError)
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # as a dispatch returns them: FP8 with scales
@@ -40,9 +40,11 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Seque
     if value.layout != torch.strided:
         raise InvalidArgumentError(f"{name} has layout {value.layout}; it must be strided")
     if value.device.type not in _DEVICES:
-        raise UnavailableError(f"{name} is on device {value.device}; this version works on CPU tensors, CUDA is not there yet")
+        raise UnavailableError(f"{name} is on device {value.device}; it must be a CPU or a CUDA tensor")
     if value.dim() != len(shape) or any(isinstance(want, int) and got != want for got, want in zip(value.shape, shape, strict=True)):
         raise InvalidArgumentError(f"{name} has shape {list(value.shape)}; it must be [{', '.join(map(str, shape))}]")
+    if value.device.type == "cuda":
+        return value.detach()  # made contiguous by the backend, on its stream
     return value.detach().resolve_neg().contiguous()  # a lazily negated view is contiguous and has the wrong bytes
 
 
@@ -92,7 +94,7 @@ def expert_ids(name: str, value: object, tokens: int | None = None) -> torch.Ten
 def counts(name: str, value: object, length: int | None) -> torch.Tensor:
     """Counts i32[length], none negative; None: one for each expert."""
     found = tensor(name, value, (torch.int32,), ("experts" if length is None else length,))
-    if found.numel() > 0 and int(found.min()) < 0:
+    if found.device.type == "cpu" and found.numel() > 0 and int(found.min()) < 0:  # of a CUDA tensor nobody can know without waiting
         place = int((found < 0).nonzero()[0])
         raise InvalidArgumentError(f"{name}[{place}] is {int(found[place])}; a count must be at least 0")
     return found
@@ -110,6 +112,16 @@ def handle(value: object, buffer: Identity) -> Handle:
     if value.buffer is not buffer:
         raise InvalidArgumentError(f"handle was made by another Buffer ({value.buffer!r}, not {buffer!r}): use the Buffer that dispatched")
     return value
+
+
+def on_device(device: torch.device, **tensors: object) -> None:
+    """Tensors, alone or in tuples, must be where the Buffer works."""
+    for name, value in tensors.items():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, torch.Tensor) and one.device.type in _DEVICES and one.device != device:
+                raise UnavailableError(
+                    f"{name} is on device {one.device}; this Buffer was made for {device}: move it, or give Buffer(device=…)"
+                )
 
 
 def events(config: object, previous_event: object, async_finish: bool, allocate_on_comm_stream: bool) -> None:

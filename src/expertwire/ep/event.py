@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+
+import torch
 
 
 class EventHandle:
-    """A point in a stream's work. Work on CPU tensors is done when the call returns: nothing is left to wait for."""
+    """A point in a stream's work: by default here, in the current CUDA stream. Work on CPU tensors is done when the call returns, and where
+    CUDA has not been used there is nothing to wait for."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        if event is None and torch.cuda.is_initialized():
+            event = torch.cuda.Event()
+            event.record()
+        self.event = event
 
     def current_stream_wait(self) -> None:
         """Make the current stream wait for this point. Complete already on CPU."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
 
 
 class EventOverlap:
@@ -33,3 +46,29 @@ class EventOverlap:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
         self.current_stream_wait()
+
+
+class Order:
+    """Where one call stands among the streams. `event`, what the call returns last, is there when the block has ended."""
+
+    def __init__(self) -> None:
+        self.event = EventOverlap()
+        self._kept: list[torch.Tensor] = []
+
+    def keep(self, *tensors: torch.Tensor | None) -> None:
+        """Tensors that the call's work touches after it has returned."""
+        self._kept += [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return tuple(self._kept)
+
+
+@contextmanager
+def in_calling_thread(_previous_event: EventOverlap | None, async_finish: bool) -> Iterator[Order]:
+    """On CPU tensors: nothing to wait for, before or after."""
+    order = Order()
+    yield order
+    if async_finish:
+        order.event = EventOverlap(EventHandle())

@@ -47,7 +47,7 @@ class Handle:
     expert_alignment: int
     num_recv_tokens_per_expert: tuple[int, ...]  # real counts of the local experts, before `expert_alignment`
     is_token_in_rank: torch.Tensor = field(repr=False)  # bool[T, R]
-    recv_src_idx: torch.Tensor = field(repr=False)  # i32[N]: token number at its source, by received row
+    sources: Callable[[], torch.Tensor] = field(repr=False)  # gives recv_src_idx
 
     @property
     def num_recv_tokens_per_expert_aligned(self) -> list[int]:
@@ -71,6 +71,11 @@ class Handle:
         """Rows per local expert as the dispatch returns them: rounded up to `expert_alignment`."""
         counts = self.num_recv_tokens_per_expert_aligned
         return torch.tensor(counts, dtype=torch.int32) if self.num_worst_tokens else counts
+
+    @cached_property
+    def recv_src_idx(self) -> torch.Tensor:
+        """i32[N]: token number at its source, by received row."""
+        return self.sources()
 
     @cached_property
     def num_tokens_matrix(self) -> torch.Tensor:

@@ -19,6 +19,7 @@ from expertwire.errors import InvalidArgumentError, InvalidTypeError, StateError
 if TYPE_CHECKING:
     from expertwire.ep.cpu.backend import CpuBackend
     from expertwire.ep.cpu.low_latency import CpuLowLatency, Sent
+    from expertwire.ep.cuda.backend import CudaBackend
 
 Hook = Callable[[], None]
 _FORMATS = {(False, False): 1, (True, False): 2, (True, True): 3}  # FP8: (round_scale, use_ue8m0)
@@ -46,7 +47,7 @@ class LowLatencyOperations:
     group_size: int
     low_latency_mode: bool
     enable_shrink: bool
-    runtime: CpuBackend
+    runtime: CpuBackend | CudaBackend
     _identity: object
 
     if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from expertwire.ep.cpu.memory import Memory, address_of, tensor_over
 from expertwire.ep.cpu.outputs import Outputs
 from expertwire.ep.cpu.pool import Extent, Pool
 from expertwire.ep.cpu.sizes import geometry_of, region_sizes
+from expertwire.ep.event import in_calling_thread
 from expertwire.ep.handle import Handle, Identity
 from expertwire.ep.layout import expert_bounds
 from expertwire.ep.shrink import Survivors
@@ -99,6 +100,9 @@ class CpuBackend:
 
     low_latency: CpuLowLatency | None = None
     _again: Callable[..., CpuBackend]  # `open` with the same settings
+    device = torch.device("cpu")
+    comm_stream = None
+    ordered = staticmethod(in_calling_thread)
 
     def __init__(self, launch: Launch, wiring: Wiring, exchange: Exchange, settings: Settings) -> None:
         context = wiring.context
@@ -224,7 +228,9 @@ class CpuBackend:
         topk = 0 if routing.topk_idx is None else routing.topk_idx.shape[1]
         landed = self._exchange_rows(sent, routing, None)
         result = landed.result
+        # A copy: the handle shall not keep the rows' memory alive.
         src_idx = result.layout["src_idx"], torch.int32, (result.received,)
+        sources = tensor_over(self._pool.whole if landed.spill is None else landed.spill, *src_idx).clone()
         handle = Handle(
             native=result.handle,
             buffer=identity,
@@ -238,8 +244,7 @@ class CpuBackend:
             expert_alignment=expert_alignment,
             num_recv_tokens_per_expert=tuple(result.expert_counts),
             is_token_in_rank=_kept(routing.in_rank, result, self.rank),
-            # A copy: the handle shall not keep the rows' memory alive.
-            recv_src_idx=tensor_over(self._pool.whole if landed.spill is None else landed.spill, *src_idx).clone(),
+            sources=lambda: sources,
         )
         row_bytes = sent.x.shape[1] * torch.bfloat16.itemsize  # a combine's
         self._pool.reserve_for(handle, self._exchange.extent_bytes("combine", result.received, row_bytes, topk, 8, topk > 0))

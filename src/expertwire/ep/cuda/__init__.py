@@ -1,0 +1,1 @@
+"""The CUDA backend. Importing this loads nothing."""

@@ -1,0 +1,354 @@
+"""High-throughput operations as launches of kernels over symmetric memory. No streams and no pool here: the caller chooses both.
+
+The memory may be a GPU's or, in Triton's interpreter, the host's: the kernels are the same, and so is everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from expertwire.ep.config import align_up
+from expertwire.ep.cuda.symmetric import Symmetric
+from expertwire.ep.kernels import notify, words
+from expertwire.ep.kernels.combine import combine
+from expertwire.ep.kernels.dispatch import dispatch
+from expertwire.ep.kernels.layout import count_layout
+from expertwire.ep.kernels.notify import notify_again, notify_dispatch
+from expertwire.ep.kernels.stage import stage
+
+MAILBOXES = 4  # an eager call has been read before the next one of its Buffer begins; the others are for calls that were interrupted
+_RECORD_WORDS = 32
+_INDEX = {torch.int64: tl.int64, torch.int32: tl.int32}
+_UNITS = ((16, 8, tl.int64), (8, 8, tl.int64), (4, 4, tl.int32), (2, 2, tl.int16), (1, 1, tl.int8))  # alignment, bytes, type
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How kernels are launched. `group`: tokens whose places a program finds at once; `block_bytes`: of a row, loaded at once."""
+
+    programs: int = 32
+    warps: int = 8
+    group: int = 8
+    block_bytes: int = 16384
+    combine_programs: int = 64
+    combine_warps: int = 8
+    combine_block: int = 2048
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a dispatch leaves on the device. positions i32[T, R]: row at each receiver, −1 where the token does not go; words int64: see
+    `kernels.words.ROUTING`; counts i32[2, E_l]: rows per local expert, rounded up and as they are; None where the host was told instead."""
+
+    positions: torch.Tensor
+    words: torch.Tensor
+    counts: torch.Tensor | None
+
+
+def next_power(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def slot_words(ranks: int, local_experts_max: int) -> int:
+    """Words of a notify slot: a header, rows per rank, rows per expert of the receiver."""
+    return align_up(words.HEADER.value + (ranks + local_experts_max + 1) // 2, 16)
+
+
+def control_bytes(ranks: int, local_experts_max: int) -> int:
+    """Bytes of a rank's control region."""
+    first = align_up(words.FIRST.value + 2 * ranks, 16)
+    return 8 * (first + 2 * ranks * slot_words(ranks, local_experts_max))
+
+
+def shape_word(topk: int, index_bytes: int, has_weights: bool, scale_bytes: int) -> int:
+    """What travels beside a row, in one word, as the kernels take it apart."""
+    return topk | index_bytes << 16 | int(has_weights) << 20 | scale_bytes << 32
+
+
+class Exchange:
+    """One rank's launches. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        control: Symmetric,
+        data: Symmetric,
+        local_experts_max: int,
+        timeout_ms: int,
+        tuning: Tuning | None = None,
+    ) -> None:
+        self.rank, self.ranks = control.rank, len(control.addresses)
+        self.device = control.device
+        self.tuning = tuning or Tuning()
+        self.local_experts_max = local_experts_max
+        self._owners = control, data
+        pinned = self.device.type == "cuda"
+        self.meta = torch.zeros(words.META.value + 6 * self.ranks, dtype=torch.int64, device=self.device)
+        self.record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=pinned)
+        self._boxes = torch.zeros((MAILBOXES, notify.MAILBOX + local_experts_max), dtype=torch.int64, pin_memory=pinned)
+        self._box = 0
+        head = [control.address, self.meta.data_ptr(), self.record.data_ptr(), self.rank, timeout_ms * 1_000_000, 0, 0, 0]
+        self.state = torch.tensor([*head, *control.addresses, *data.addresses], dtype=torch.int64, device=self.device)
+        self._fixed = {"R": self.ranks, "RP": next_power(self.ranks)}
+        self._slot = {"SLOT": slot_words(self.ranks, local_experts_max)}
+        self._loading = False
+        self._interpreted = bool(triton.knobs.runtime.interpret)
+        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    # ---- operations
+
+    def layout(self, topk_idx: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows per rank i32[R], rows per expert i32[E], token in rank bool[T, R]."""
+        tokens, topk = topk_idx.shape
+        counts = torch.zeros(self.ranks + experts, dtype=torch.int32, device=self.device)
+        in_rank = torch.empty((tokens, self.ranks), dtype=torch.bool, device=self.device)
+        per_rank, per_expert = counts[: self.ranks], counts[self.ranks :]
+        if tokens:
+            lines = 32
+            self._launch(
+                count_layout,
+                triton.cdiv(tokens, lines),
+                *(self.state.data_ptr(), topk_idx.data_ptr(), per_rank.data_ptr(), per_expert.data_ptr(), in_rank.data_ptr()),
+                *(tokens, experts),
+                **self._fixed,
+                TOPK=topk,
+                KP=next_power(topk),
+                ID=_INDEX[topk_idx.dtype],
+                LINES=lines,
+                EP=next_power(experts + 1),
+                num_warps=4,
+            )
+        return per_rank, per_expert, in_rank
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        in_rank: torch.Tensor,
+        per_expert: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        offer: tuple[int, int],
+        worst: int,
+        alignment: int,
+        notified: torch.cuda.Event | None = None,
+    ) -> tuple[Route, torch.Tensor | None]:
+        """Launch both kernels. x contiguous rows; offer: (offset, bytes) of the data region. With `worst` the counts stay on the device,
+        else the second result is the mailbox, which has them once `notified` has passed."""
+        tuning = self.tuning
+        tokens, experts = x.shape[0], per_expert.shape[0]
+        local = experts // self.ranks + (self.rank < experts % self.ranks)
+        groups = max(triton.cdiv(tokens, tuning.group), 1)
+        prefix = torch.empty((groups, self.ranks), dtype=torch.int32, device=self.device)
+        positions = torch.empty((tokens, self.ranks), dtype=torch.int32, device=self.device)
+        routing = torch.empty(words.ROUTING.value + self.ranks**2, dtype=torch.int64, device=self.device)
+        counts = torch.empty((2, local), dtype=torch.int32, device=self.device) if worst else None
+        mailbox = None if worst else self._next_mailbox()
+        topk = 0 if topk_idx is None else topk_idx.shape[1]
+        shape = shape_word(topk, 8 if topk_idx is None else topk_idx.element_size(), topk_weights is not None, row_bytes(scales))
+        self._launch(
+            notify_dispatch,
+            1,
+            *(self.state.data_ptr(), in_rank.data_ptr(), per_expert.data_ptr(), prefix.data_ptr(), routing.data_ptr()),
+            *(0 if counts is None else counts.data_ptr(), 0 if mailbox is None else mailbox.data_ptr(), tokens, *offer),
+            *(experts, worst, alignment, row_bytes(x), shape),
+            **self._fixed,
+            **self._slot,
+            GROUP=tuning.group,
+            TILE=max(1024 // tuning.group, 1),
+            STEP=min(max(next_power(triton.cdiv(experts, self.ranks)), 16), 256),
+            num_warps=8,
+        )
+        if notified is not None:
+            notified.record()
+        route = Route(positions, routing, counts)
+        self._send(x, scales, in_rank, topk_idx, topk_weights, prefix, route, experts, worst, alignment, fresh=True)
+        return route, mailbox
+
+    def dispatch_again(
+        self, x: torch.Tensor, scales: torch.Tensor | None, route: Route, offer: tuple[int, int], worst: int, wait: bool
+    ) -> torch.Tensor | None:
+        """Rows by the routing of an earlier dispatch. With `wait` the result is a mailbox as of `dispatch`."""
+        mailbox = self._next_mailbox() if wait else None
+        self._notify_again(notify.NOTIFY_AGAIN, route, mailbox, offer, 0, worst, row_bytes(x), shape_word(0, 8, False, row_bytes(scales)))
+        self._send(x, scales, None, None, None, None, route, 0, worst, 1, fresh=False)
+        return mailbox
+
+    def combine(
+        self,
+        x_offset: int,
+        weights_offset: int,
+        topk: int,
+        route: Route,
+        biases: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
+        weights_out: torch.Tensor | None,
+    ) -> None:
+        """Sum rows, which lie at `x_offset` of the data region, and weights at `weights_offset`. No host wait."""
+        tuning = self.tuning
+        tokens, hidden = out.shape
+        self._notify_again(
+            notify.NOTIFY_COMBINE, route, None, (x_offset, 0), weights_offset, 0, 2 * hidden, shape_word(topk, 0, topk > 0, 0)
+        )
+        first, second = [*(bias.data_ptr() for bias in biases), out.data_ptr(), out.data_ptr()][:2]
+        self._launch(
+            combine,
+            tuning.combine_programs,
+            *(self.state.data_ptr(), route.positions.data_ptr(), out.data_ptr()),
+            *(0 if weights_out is None else weights_out.data_ptr(), first, second, tokens),
+            **self._fixed,
+            GROUP=min(tuning.group, 8),
+            HIDDEN=hidden,
+            BLOCK=min(next_power(hidden), tuning.combine_block),
+            ALIGN=alignment_of(2 * hidden, x_offset, out.data_ptr(), first, second),
+            BIASES=len(biases),
+            TOPK=topk,
+            KP=next_power(topk),
+            num_warps=tuning.combine_warps,
+            enable_fp_fusion=False,
+        )
+
+    def stage(self, x: torch.Tensor, weights: torch.Tensor | None, route: Route, to: int, weights_to: int, rows: int) -> None:
+        """Copy the rows of x that count, and their weights, to places in this rank's data region."""
+        bytes_of_row, base = row_bytes(x), self._owners[1].address
+        alignment = alignment_of(bytes_of_row, x.data_ptr(), base + to)
+        unit_bytes, unit = _unit(alignment)
+        topk = 0 if weights is None else weights.shape[1]
+        self._launch(
+            stage,
+            max(min(self.tuning.combine_programs, rows), 1),
+            *(route.words.data_ptr(), x.data_ptr(), base + to, _address(weights), base + weights_to),
+            ROW=bytes_of_row // unit_bytes,
+            BLOCK=min(next_power(bytes_of_row // unit_bytes), self.tuning.block_bytes // unit_bytes),
+            UNIT=unit,
+            ALIGN=alignment,
+            TOPK=topk,
+            KP=next_power(topk),
+            num_warps=4,
+        )
+
+    def close(self) -> None:
+        """Let go of the others' memory. No call may follow, and none of this rank may be running."""
+        for memory in self._owners:
+            memory.unmap()
+
+    # ---- parts
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Operations called inside compile and load their kernels, and launch none."""
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+
+    def _launch(self, kernel: Any, programs: int, *arguments: int, **options: Any) -> None:
+        """Triton's own way binds and hashes the arguments each time, some 30 µs: ours are numbers that are never specialised, so the kernel
+        compiled for these options is the one."""
+        if self._interpreted:
+            kernel[(programs,)](*arguments, **options)
+            return
+        key = (kernel, *options.values())
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = kernel.warmup(*arguments, grid=(programs,), **options)
+            constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
+            found = self._compiled[key] = (compiled, constants)
+        run = found[0][(programs, 1, 1)]  # loads the code, the first time
+        if not self._loading:
+            run(*arguments, *found[1])
+
+    def _notify_again(
+        self,
+        operation: int,
+        route: Route,
+        mailbox: torch.Tensor | None,
+        offer: tuple[int, int],
+        weights_offset: int,
+        worst: int,
+        row_bytes: int,
+        shape: int,
+    ) -> None:
+        self._launch(
+            notify_again,
+            1,
+            *(self.state.data_ptr(), route.words.data_ptr(), 0 if mailbox is None else mailbox.data_ptr(), operation),
+            *(*offer, weights_offset, worst, row_bytes, shape),
+            **self._fixed,
+            **self._slot,
+            num_warps=4,
+        )
+
+    def _send(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        in_rank: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        prefix: torch.Tensor | None,
+        route: Route,
+        experts: int,
+        worst: int,
+        expert_alignment: int,
+        fresh: bool,
+    ) -> None:
+        tuning = self.tuning
+        bytes_of_row = row_bytes(x)
+        alignment = alignment_of(bytes_of_row, x.data_ptr())
+        unit_bytes, unit = _unit(alignment)
+        topk = 0 if topk_idx is None else topk_idx.shape[1]
+        width = 0 if scales is None else scales.shape[1]
+        down, across = (0, 0) if scales is None else scales.stride()
+        self._launch(
+            dispatch,
+            tuning.programs,
+            *(self.state.data_ptr(), x.data_ptr(), _address(scales), down, across, _address(in_rank), _address(topk_idx)),
+            *(_address(topk_weights), _address(prefix), route.positions.data_ptr(), x.shape[0], experts, worst),
+            *(_address(route.counts), expert_alignment),
+            **self._fixed,
+            GROUP=tuning.group,
+            FRESH=fresh,
+            ROW=bytes_of_row // unit_bytes,
+            BLOCK=min(next_power(bytes_of_row // unit_bytes), tuning.block_bytes // unit_bytes),
+            UNIT=unit,
+            ALIGN=alignment,
+            TOPK=topk,
+            KP=next_power(topk),
+            ID=tl.int64 if topk_idx is None else _INDEX[topk_idx.dtype],
+            WEIGHTS=topk_weights is not None,
+            SCALES=width,
+            SP=next_power(width),
+            num_warps=tuning.warps,
+        )
+
+    def _next_mailbox(self) -> torch.Tensor:
+        self._box = (self._box + 1) % MAILBOXES
+        return self._boxes[self._box]
+
+
+def alignment_of(*numbers: int) -> int:
+    """The largest power of two up to 16 that divides all of them."""
+    return next(size for size, _, _ in _UNITS if all(number % size == 0 for number in numbers))
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _unit(alignment: int) -> tuple[int, Any]:
+    """Bytes and type of what a row is moved by."""
+    return next((size, kind) for least, size, kind in _UNITS if alignment >= least)
+
+
+def row_bytes(tensor: torch.Tensor | None) -> int:
+    """Bytes of a row; 0 of none."""
+    return 0 if tensor is None else int(tensor.shape[1]) * int(tensor.element_size())

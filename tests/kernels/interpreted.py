@@ -1,0 +1,55 @@
+"""Ranks that run the GPU kernels in Triton's interpreter, over memory that they share."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported; this module is imported in ranks of these tests alone
+
+import torch
+import torch.distributed as dist
+
+from expertwire.ep.cuda.exchange import Exchange, Tuning, control_bytes
+from expertwire.ep.cuda.symmetric import Symmetric
+from harness import Rank
+
+DATA_BYTES = 4 << 20
+EXPERTS_MAX = 64
+
+
+def shared(rank: Rank, name: str, length: int) -> Symmetric:
+    """Memory of every rank, mapped here by files that nobody can see any more when this returns."""
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, length)
+    paths: list[Any] = [None] * rank.size
+    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}", group=rank.group)
+    maps = []
+    for path in paths:
+        with Path(path).open("r+b") as file:
+            maps.append(mmap.mmap(file.fileno(), length))
+    dist.barrier(group=rank.group)
+    os.close(descriptor)
+    addresses = tuple(ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in maps)
+    return Symmetric(rank.rank, addresses, length, torch.device("cpu"), maps)
+
+
+def exchange_of(rank: Rank, timeout_ms: int = 20_000, **tuning: Any) -> tuple[Exchange, Symmetric]:
+    """An exchange of these ranks, made once, and its data region."""
+    key = ("exchange", rank.size, timeout_ms)
+    if key not in rank.kept:
+        control = shared(rank, "control", control_bytes(rank.size, EXPERTS_MAX))
+        data = shared(rank, "data", DATA_BYTES)
+        chosen = Tuning(**{"programs": 2, "combine_programs": 2, **tuning})
+        rank.kept[key] = Exchange(control, data, EXPERTS_MAX, timeout_ms, chosen), data
+    return rank.kept[key]
+
+
+def over(data: Symmetric, offset: int, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
+    """A copy of what lies in this rank's data region."""
+    count = shape[0] * shape[1]
+    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(data.address + offset)
+    return torch.frombuffer(bytearray(raw), dtype=dtype, count=count).view(shape) if count else torch.empty(shape, dtype=dtype)
