@@ -55,11 +55,19 @@ def open_backend(
 ) -> CpuBackend | CudaBackend:
     """Build this rank's part and wire it to the others. Collective."""
     if device_type(device) == "cuda":
-        if low_latency:
+        if low_latency:  # bound, but not yet run through a Buffer on a GPU
             raise UnavailableError("low_latency_mode on CUDA tensors is not there yet: give device='cpu', or use the other mode")
         from expertwire.ep.cuda.backend import CudaBackend
 
-        return CudaBackend.open(launch, data_bytes=data_bytes, local_experts_max=local_experts_max, node_of=node_of, timeout_ms=timeout_ms)
+        return CudaBackend.open(
+            launch,
+            data_bytes=data_bytes,
+            local_experts_max=local_experts_max,
+            node_of=node_of,
+            timeout_ms=timeout_ms,
+            low_latency_bytes=staging_bytes_max if low_latency else 0,
+            shrink=shrink,
+        )
     from expertwire.ep.cpu.backend import CpuBackend
 
     return CpuBackend.open(

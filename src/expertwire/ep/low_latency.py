@@ -10,7 +10,7 @@ import torch
 
 from expertwire.ep import checks
 from expertwire.ep.config import HIDDEN_MAX, ROWS_MAX, require_int
-from expertwire.ep.event import EventHandle, EventOverlap
+from expertwire.ep.event import EventOverlap
 from expertwire.ep.layout import expert_bounds
 from expertwire.ep.low_latency_handle import LowLatencyHandle
 from expertwire.ep.variants import LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH, keywords
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from expertwire.ep.cpu.backend import CpuBackend
     from expertwire.ep.cpu.low_latency import CpuLowLatency, Sent
     from expertwire.ep.cuda.backend import CudaBackend
+    from expertwire.ep.cuda.low_latency import CudaLowLatency
 
 Hook = Callable[[], None]
 _FORMATS = {(False, False): 1, (True, False): 2, (True, True): 3}  # FP8: (round_scale, use_ue8m0)
@@ -94,6 +95,8 @@ class LowLatencyOperations:
             the rank is masked instead.
         """
         backend = self._low_latency("low_latency_dispatch")
+        given = {"cumulative_local_expert_recv_stats": cumulative_local_expert_recv_stats}
+        checks.on_device(self.runtime.device, x=x, topk_idx=topk_idx, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **given)
         _exclusive(async_finish, return_recv_hook)
         if use_ue8m0 and not round_scale:
             raise InvalidArgumentError("use_ue8m0 is True with round_scale=False; its scales are powers of two: give round_scale=True")
@@ -107,15 +110,15 @@ class LowLatencyOperations:
         statistics = _in_place("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, (mine,))
         waits = _in_place("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, (self.group_size,))
         row_format = _FORMATS[bool(round_scale), bool(use_ue8m0)] if use_fp8 else 0
-        with self._calling("low_latency_dispatch"):
+        with self._calling("low_latency_dispatch"), self.runtime.ordered(None, async_finish) as order:
             received, scales, counts, handle, sent = backend.dispatch(
-                rows, ids, tokens_max, experts, row_format, statistics, waits, self._identity
+                rows, ids, tokens_max, experts, row_format, statistics, waits, self._identity, return_recv_hook
             )
             if not return_recv_hook:
                 sent.receive()
-        event = EventOverlap(EventHandle() if async_finish else None)
+            order.keep(rows, ids, *sent.tensors)
         hook = self._hook("low_latency_dispatch", sent) if return_recv_hook else None
-        return received if scales is None else (received, scales), counts, handle, event, hook
+        return received if scales is None else (received, scales), counts, handle, order.event, hook
 
     @keywords(LOW_LATENCY_COMBINE)
     def low_latency_combine(
@@ -149,6 +152,8 @@ class LowLatencyOperations:
             as `low_latency_dispatch`.
         """
         backend = self._low_latency("low_latency_combine")
+        given = {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats}
+        checks.on_device(self.runtime.device, x=x, topk_idx=topk_idx, topk_weights=topk_weights, out=out, **given)
         _exclusive(async_finish, return_recv_hook)
         routing = self._handle(handle)
         experts, capacity = routing.src_info.shape
@@ -157,12 +162,12 @@ class LowLatencyOperations:
         weights = checks.tensor("topk_weights", topk_weights, (torch.float32,), (ids.shape[0], ids.shape[1]))
         target = _in_place("out", out, torch.bfloat16, (ids.shape[0], routing.hidden))
         waits = _in_place("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, (self.group_size,))
-        with self._calling("low_latency_combine"):
-            combined, sent = backend.combine(rows, ids, weights, routing, bool(zero_copy), target, waits)
+        with self._calling("low_latency_combine"), self.runtime.ordered(None, async_finish) as order:
+            combined, sent = backend.combine(rows, ids, weights, routing, bool(zero_copy), target, waits, return_recv_hook)
             if not return_recv_hook:
                 sent.receive()
-        event = EventOverlap(EventHandle() if async_finish else None)
-        return combined, event, self._hook("low_latency_combine", sent) if return_recv_hook else None
+            order.keep(rows, ids, weights, *sent.tensors)
+        return combined, order.event, self._hook("low_latency_combine", sent) if return_recv_hook else None
 
     @keywords()
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
@@ -194,7 +199,7 @@ class LowLatencyOperations:
         rank = require_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if rank == self.rank and mask:
             raise InvalidArgumentError(f"rank_to_mask is {rank}, this rank itself; a rank cannot leave itself out")
-        with self._holding("low_latency_update_mask_buffer"):
+        with self._holding("low_latency_update_mask_buffer"), self.runtime.ordered(None, False):
             backend.mask(rank, bool(mask))
 
     @keywords()
@@ -202,28 +207,30 @@ class LowLatencyOperations:
         """Write 1 for each rank that this rank leaves out, else 0, to `mask_status`, i32 [R]."""
         backend = self._shrinking("low_latency_query_mask_buffer")
         target = _in_place("mask_status", mask_status, torch.int32, (self.group_size,))
+        checks.on_device(self.runtime.device, mask_status=mask_status)
         if target is None:
             raise InvalidTypeError("mask_status is None; it must be an int32 tensor with an element for each rank")
-        with self._holding("low_latency_query_mask_buffer"):
+        with self._holding("low_latency_query_mask_buffer"), self.runtime.ordered(None, False):
             target.copy_(torch.tensor(backend.masked(), dtype=torch.int32))
 
     @keywords()
     def low_latency_clean_mask_buffer(self) -> None:
         """Take every rank in again. Local."""
         backend = self._shrinking("low_latency_clean_mask_buffer")
-        with self._holding("low_latency_clean_mask_buffer"):
+        with self._holding("low_latency_clean_mask_buffer"), self.runtime.ordered(None, False):
             for rank, masked in enumerate(backend.masked()):
                 if masked:
                     backend.mask(rank, False)
 
     def _hook(self, operation: str, sent: Sent) -> Hook:
         def hook() -> None:
-            with self._calling(f"the hook of {operation}"):
+            with self._calling(f"the hook of {operation}"), self.runtime.ordered(None, False) as order:
                 sent.receive()
+                order.keep(*sent.tensors)
 
         return hook
 
-    def _low_latency(self, operation: str) -> CpuLowLatency:
+    def _low_latency(self, operation: str) -> CpuLowLatency | CudaLowLatency:
         backend = self.runtime.low_latency
         if backend is None:
             raise StateError(
@@ -232,7 +239,7 @@ class LowLatencyOperations:
             )
         return backend
 
-    def _shrinking(self, operation: str) -> CpuLowLatency:
+    def _shrinking(self, operation: str) -> CpuLowLatency | CudaLowLatency:
         backend = self._low_latency(operation)
         if not self.enable_shrink:
             raise StateError(f"rank {self.rank}: {operation} on a Buffer without a mask: make it with enable_shrink=True")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from expertwire.fabric.native import LowLatencyCall
 
 
 class LowLatencyHandle(tuple[torch.Tensor, torch.Tensor, int, int, int]):
@@ -17,7 +14,7 @@ class LowLatencyHandle(tuple[torch.Tensor, torch.Tensor, int, int, int]):
     of a token goes to which of its slots.
     """
 
-    native: LowLatencyCall
+    native: Any  # the core's own, or, on CUDA tensors, (number of the call, LowRoute)
     buffer: object
 
     @classmethod
@@ -29,7 +26,7 @@ class LowLatencyHandle(tuple[torch.Tensor, torch.Tensor, int, int, int]):
         hidden: int,
         num_experts: int,
         *,
-        native: LowLatencyCall,
+        native: Any,
         buffer: object,
     ) -> LowLatencyHandle:
         """The handle of a dispatch that `buffer` made."""

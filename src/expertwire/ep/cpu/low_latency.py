@@ -83,6 +83,7 @@ class CpuLowLatency:
         statistics: torch.Tensor | None,
         wait_ns: torch.Tensor | None,
         identity: object,
+        _hook: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, LowLatencyHandle, Sent]:
         """Send rows. Returns rows, scales, counts and handle, all of which `Sent.receive` fills."""
         bounds = expert_bounds(num_experts, self._ranks)
@@ -132,6 +133,7 @@ class CpuLowLatency:
         zero_copy: bool,
         out: torch.Tensor | None,
         wait_ns: torch.Tensor | None,
+        _hook: bool = True,
     ) -> tuple[torch.Tensor, Sent]:
         """Send rows back. `Sent.receive` fills the sums."""
         tokens, topk = topk_idx.shape

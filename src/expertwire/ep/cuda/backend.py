@@ -20,6 +20,8 @@ from expertwire.ep.cpu.sizes import DATA_BYTES
 from expertwire.ep.cuda import failures
 from expertwire.ep.cuda.exchange import Exchange, Route, control_bytes, next_power, row_bytes
 from expertwire.ep.cuda.handle import CudaHandle
+from expertwire.ep.cuda.low_latency import CudaLowLatency
+from expertwire.ep.cuda.low_latency_exchange import LowLatencyExchange, low_latency_control_bytes
 from expertwire.ep.cuda.pool import DevicePool
 from expertwire.ep.cuda.streams import CommStream, capturing
 from expertwire.ep.cuda.symmetric import DeviceBytes, Symmetric, allocate, device_tensor
@@ -58,7 +60,7 @@ class _Landing:
 class CudaBackend:
     """One rank's exchange on CUDA tensors. Arguments come checked; calls come one at a time."""
 
-    low_latency = None
+    low_latency: CudaLowLatency | None = None
     provider = "cuda-ipc"
 
     def __init__(self, context: Any, exchange: Exchange, data: Symmetric, node_of: tuple[int, ...], timeout_ms: int, rank: int) -> None:
@@ -82,6 +84,8 @@ class CudaBackend:
         local_experts_max: int,
         node_of: Sequence[object] | None,
         timeout_ms: int | None,
+        low_latency_bytes: int = 0,
+        shrink: bool = False,
     ) -> CudaBackend:
         """Allocate this rank's part on the caller's current device and map the others'. Collective."""
         from expertwire.fabric.native import Context
@@ -96,7 +100,8 @@ class CudaBackend:
             context.create_region("control", _CONTROL_FLOOR_BYTES)
             return context
 
-        facts = {"device": "cuda", "max_local_experts": str(local_experts_max), "num_nvl_bytes": str(data_bytes)}
+        sizes = {"num_nvl_bytes": str(data_bytes), "low-latency bytes": str(low_latency_bytes)}
+        facts = {"device": "cuda", "max_local_experts": str(local_experts_max), **sizes}
         wiring = connect(launch, settings, node_of, facts, build, lambda _: _CONTROL_FLOOR_BYTES)
         try:
             uuids = together(launch, lambda: str(properties.uuid))
@@ -105,11 +110,19 @@ class CudaBackend:
                 raise UnavailableError(f"ranks are on {max(wiring.node_of) + 1} nodes; CUDA tensors are exchanged within one node so far")
             control = allocate(launch, control_bytes(launch.size, local_experts_max), device)
             data = allocate(launch, region_bytes, device)
+            low = None
+            if low_latency_bytes:
+                words = allocate(launch, low_latency_control_bytes(launch.size, local_experts_max), device)
+                rows = allocate(launch, align_up(low_latency_bytes, 2 << 20), device)
+                low = LowLatencyExchange(words, rows, local_experts_max, settings.timeout_ms, shrink)
         except BaseException:
             wiring.context.close(0)
             raise
         exchange = Exchange(control, data, local_experts_max, settings.timeout_ms)
-        return cls(wiring.context, exchange, data, wiring.node_of, settings.timeout_ms, launch.rank)
+        made = cls(wiring.context, exchange, data, wiring.node_of, settings.timeout_ms, launch.rank)
+        if low is not None:
+            made.low_latency = CudaLowLatency(low, local_experts_max, low.memory, made._together)
+        return made
 
     def statistics(self) -> dict[str, int]:
         """Counters, a snapshot."""
@@ -129,6 +142,8 @@ class CudaBackend:
     def check(self) -> None:
         """Raise what kernels have reported since the last call: a deadline that has passed, ranks that disagreed, rows left out."""
         failures.raise_recorded(self._exchange.record, self.rank)
+        if self.low_latency is not None:
+            self.low_latency.check()
 
     # ---- operations
 
@@ -291,6 +306,8 @@ class CudaBackend:
             pass  # the others leave later, in another order, or are dead
         finally:
             self._finalizer()
+            if self.low_latency is not None:
+                self.low_latency.close()
 
     def shrink(self, timeout_ms: int) -> tuple[tuple[int, ...], CudaBackend]:
         """Raises `UnavailableError`."""
@@ -314,6 +331,10 @@ class CudaBackend:
         with self._exchange.loading():
             launches()
         self._loaded.add(shape)
+
+    def _together(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._context.barrier(self.timeout_ms)
 
     def _mark(self, stream: object) -> torch.cuda.Event:
         event = torch.cuda.Event()
