@@ -39,28 +39,14 @@ nb::dict run_exchange_seeds(std::uint64_t first, std::uint64_t count, const std:
                         [&](std::uint64_t seed) { return simulation::simulate_exchange(seed, options, coverage); });
 }
 
-// The n-th operation fails, for n = first, first + stride, …: until a run sees no n-th operation any more.
 nb::dict run_exchange_nth(std::uint64_t seed, NthFault how, std::uint64_t stride) {
     Coverage coverage;
     simulation::Options options;
     options.fail_how = how;
-    std::vector<std::pair<std::uint64_t, std::string>> failures;
-    std::uint64_t struck = 0;
-    {
-        const nb::gil_scoped_release released;
-        for (std::uint64_t n = 1;; n += stride) {
-            options.fail_at = n;
-            const Result result = simulation::simulate_exchange(seed, options, coverage);
-            if (!result.error.empty()) failures.emplace_back(n, result.error);
-            if (result.posts < n || failures.size() >= 10) break;
-            ++struck;
-        }
-    }
-    nb::dict out;
-    out["struck"] = struck;
-    out["failures"] = nb::cast(failures);
-    out["coverage"] = nb::cast(coverage);
-    return out;
+    return report_nth(stride, coverage, [&](std::uint64_t n) {
+        options.fail_at = n;
+        return simulation::simulate_exchange(seed, options, coverage);
+    });
 }
 
 nb::dict run_timed(const nb::dict& given) {

@@ -60,8 +60,10 @@ void bind_rows(nb::module_& module) {
 }
 
 nb::dict run_seeds(std::uint64_t first, std::uint64_t count, const std::string& mutant, bool stop,
-                   std::uint32_t trace_lines) {
+                   std::uint32_t trace_lines, std::uint64_t fail_at, const std::string& fail_how) {
     simulation::Options options;
+    options.fail_at = fail_at;
+    options.fail_how = nth_named(fail_how);
     options.mutant = mutant_named(mutant);
     options.trace_lines = trace_lines;
     simulation::Coverage coverage;
@@ -69,12 +71,25 @@ nb::dict run_seeds(std::uint64_t first, std::uint64_t count, const std::string& 
                         [&](std::uint64_t seed) { return simulation::simulate_low_latency(seed, options, coverage); });
 }
 
+nb::dict run_nth(std::uint64_t seed, const std::string& how, std::uint64_t stride) {
+    simulation::Options options;
+    options.fail_how = nth_named(how);
+    simulation::Coverage coverage;
+    return report_nth(stride, coverage, [&](std::uint64_t n) {
+        options.fail_at = n;
+        return simulation::simulate_low_latency(seed, options, coverage);
+    });
+}
+
 }  // namespace
 
 void bind_low_latency_simulation(nb::module_& module) {
     bind_rows(module);
     module.def("run_low_latency_seeds", &run_seeds, "first"_a, "count"_a, "mutant"_a = "none", "stop"_a = false,
-               "trace_lines"_a = 0, "Runs seeds of the low-latency mode; as run_exchange_seeds.");
+               "trace_lines"_a = 0, "fail_at"_a = 0, "fail_how"_a = "operation",
+               "Runs seeds of the low-latency mode; as run_exchange_seeds.");
+    module.def("run_low_latency_nth", &run_nth, "seed"_a, "how"_a, "stride"_a = 1,
+               "The n-th operation of a run of the low-latency mode fails; as run_exchange_nth.");
 }
 
 }  // namespace expertwire

@@ -61,7 +61,12 @@ NetworkFaults LowLatencyWorld::choose_faults() {
     faults.wrong_generation = maybe(0.2);
     puts_may_fail_ = random_.chance(0.1);
     if (puts_may_fail_) faults.failed_operation = 0.04;
-    return faults;
+    if (options_.fail_at == 0) return faults;
+    puts_may_fail_ = options_.fail_how != NthFault::again;
+    NetworkFaults only;
+    only.fail_at = options_.fail_at;
+    only.fail_how = options_.fail_how;
+    return only;
 }
 
 void LowLatencyWorld::build(const NetworkModel& model, const NetworkFaults& faults) {
@@ -274,6 +279,7 @@ void LowLatencyWorld::finish(std::uint32_t rank, std::size_t at, Step outcome) {
     if (!wrong.empty()) fail(rank, wrong);
     hash_ = mix64(hash_ ^ (rank * 1'000'003 + at));
     ++coverage_["hooks"];
+    coverage_["hooks_before_own_rows_left"] += member.exchange->consumed() < call.operation->epoch();
 }
 
 // ---- oracle

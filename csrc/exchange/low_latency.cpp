@@ -185,7 +185,12 @@ std::optional<std::uint64_t> LowLatency::combine_buffer(const LowLatencyHandle& 
     }
     std::uint32_t failed = 0;
     Status status = Status::ok;
-    reap(parity, failed, status);
+    settle(failed, status);
+    if (status != Status::ok) {
+        refusal = {Refusal::Kind::state, "rows of an earlier call could not be delivered to rank " +
+                                             std::to_string(failed) + ": destroy this Buffer and make a new one"};
+        return std::nullopt;
+    }
     waiting = !outgoing_[parity].empty();
     if (waiting) return std::nullopt;
     buffer_epoch_ = epoch_ + 1;
@@ -222,9 +227,10 @@ bool LowLatency::in_flight(std::uint32_t parity, std::uint32_t rank) const {
                        [&](const Outgoing& out) { return out.rank == rank && out.ticket.valid(); });
 }
 
-bool LowLatency::drains(std::uint32_t parity) const {
-    return std::any_of(outgoing_[parity].begin(), outgoing_[parity].end(),
-                       [&](const Outgoing& out) { return masked_[out.rank] == 0; });
+bool LowLatency::drains(std::uint64_t epoch) const {
+    if (mutant(Mutant::consumed_in_flight)) return false;
+    return std::any_of(outgoing_[epoch % 2].begin(), outgoing_[epoch % 2].end(),
+                       [&](const Outgoing& out) { return out.epoch == epoch && masked_[out.rank] == 0; });
 }
 
 void LowLatency::open_staging(std::uint32_t parity, std::uint64_t from, std::uint64_t to) {
@@ -261,27 +267,33 @@ bool LowLatency::put(std::uint32_t parity, const Port::Put& put, std::uint64_t e
     const std::optional<Ticket> ticket = port_.put(flagged);
     if (!ticket) return false;
     announced_[parity][put.rank] = epoch;
-    outgoing_[parity].push_back({*ticket, put.rank, from, to});
+    outgoing_[parity].push_back({*ticket, epoch, put.rank, from, to});
     return true;
 }
 
-bool LowLatency::put_part(std::uint32_t parity, const Port::Put& put, std::uint64_t from, std::uint64_t to) {
+bool LowLatency::put_part(std::uint32_t parity, const Port::Put& put, std::uint64_t epoch, std::uint64_t from,
+                          std::uint64_t to) {
     Port::Put part = put;
     part.word_offset = layout_.arrived(parity, rank());
     part.delta = 0;
     const std::optional<Ticket> ticket = port_.put(part);
     if (!ticket) return false;
-    outgoing_[parity].push_back({*ticket, put.rank, from, to});
+    outgoing_[parity].push_back({*ticket, epoch, put.rank, from, to});
     return true;
 }
 
 // ---- what is consumed, and who knows
 
+void LowLatency::packed(std::uint64_t epoch) {
+    if (epoch > consumed_ && std::find(packed_.begin(), packed_.end(), epoch) == packed_.end())
+        packed_.push_back(epoch);
+}
+
 // Every call up to the number told has been consumed: a hook that is called early waits for the one before.
-void LowLatency::ended(std::uint32_t parity) {
-    const std::shared_ptr<LowLatencyOperation>& other = calls_[1 - parity];
-    const bool other_live = other && other->stage_ < LowLatencyOperation::Stage::telling;
-    consumed_ = other_live ? std::max(consumed_, std::min(epoch_, other->epoch() - 1)) : epoch_;
+bool LowLatency::settle(std::uint32_t& failed, Status& status) {
+    const bool good = reap(0, failed, status) && reap(1, failed, status);
+    while (!drains(consumed_ + 1) && std::erase(packed_, consumed_ + 1) > 0) ++consumed_;
+    return tell() && packed_.empty() && good;
 }
 
 bool LowLatency::tell() {

@@ -2,9 +2,13 @@
 // the caller steps it, the simulation steps it.
 //
 // A call has two parts. `send` hands every row over: by load and store to ranks of this node, by one put for each other
-// rank. `receive`, the hook, waits for what the others sent, packs it in the order of its sources, and tells them that
-// it is consumed. Calls are numbered over both kinds; call k goes to a rank only once that rank has consumed call k −
-// 2, whose memory it takes. So at most two calls live at a time, and a third needs the first one's hook.
+// rank. `receive`, the hook, waits for what the others sent and packs it in the order of its sources. Calls are
+// numbered over both kinds; call k goes to a rank only once that rank has consumed call k − 2, whose memory it takes.
+// So at most two calls live at a time, and a third needs the first one's hook.
+//
+// A rank has consumed a call when it has packed what came, and its own rows have left: the next rows that come may
+// reach over them. It says so when that is so, mostly at the end of the hook, else in whatever part it does next: a
+// hook does not wait for its own rows.
 #pragma once
 
 #include <cstddef>
@@ -93,8 +97,8 @@ class LowLatencyOperation {
     // Moves about `budget` bytes at most and returns; never blocks. `done`: every row is handed over, and x may be
     // overwritten. The puts may still be under way.
     Step send(std::uint64_t budget);
-    // After `send` is done. `done`: the outputs are there, and everybody has been told. `failed` by mismatch or
-    // capacity leaves the exchange usable, for every rank fails the same way; any other failure does not.
+    // After `send` is done. `done`: the outputs are there. `failed` by mismatch or capacity leaves the exchange usable,
+    // for every rank fails the same way; any other failure does not.
     Step receive(std::uint64_t budget, TimeNs now);
 
     // From now on this call neither waits for the rank nor takes its rows.
@@ -109,14 +113,15 @@ class LowLatencyOperation {
     std::vector<LowLatencyPeer> progress() const;
 
   protected:
-    // sending → sent → packing → draining → telling → done; failed from anywhere.
-    enum class Stage : std::uint8_t { sending = 0, sent, packing, draining, telling, done, failed };
+    // sending → sent → packing → done; failed from anywhere.
+    enum class Stage : std::uint8_t { sending = 0, sent, packing, done, failed };
     struct Target {
         std::uint32_t rank = 0;
         bool near = false;
         std::byte* block = nullptr;   // near: mine there
-        std::uint64_t rows = 0;       // to go there
-        std::uint64_t next = 0;       // rows copied
+        std::uint64_t rows = 0;       // to go there, by the experts' count
+        std::uint64_t units = 0;      // what is copied for them: a dispatch's row goes once to a rank
+        std::uint64_t next = 0;       // units copied
         std::uint64_t staged_at = 0;  // far: where the rows not yet put begin, bytes of my data region …
         std::uint64_t staged = 0;     // … how many were reserved, and from which one on
         std::uint64_t staged_from = 0;
@@ -127,7 +132,7 @@ class LowLatencyOperation {
     LowLatencyOperation(LowLatency& exchange, Kind kind, const LowLatencyCall& call);
 
     // What the two kinds fill in.
-    virtual void open_target(Target& target) = 0;                               // sets rows
+    virtual void open_target(Target& target) = 0;                               // sets rows and units
     virtual std::uint64_t send_rows(Target& target, std::uint64_t budget) = 0;  // bytes moved; target.done at the end
     virtual void write_notify(std::byte* at, std::uint32_t to, std::uint64_t rows) const = 0;
     virtual std::uint64_t notify_bytes(std::uint32_t to) const = 0;
@@ -159,6 +164,8 @@ class LowLatencyOperation {
   private:
     friend class LowLatency;
 
+    bool settled();
+    Step finish();
     bool everyone_arrived(TimeNs now);
     bool agree();
     Step step_sending(std::uint64_t budget);
@@ -189,6 +196,10 @@ class LowLatency {
     // [local experts][ranks * M][hidden] bf16. `waiting` is set where bytes there are still on their way out.
     std::optional<std::uint64_t> combine_buffer(const LowLatencyHandle& handle, bool& waiting, Refusal& refusal);
 
+    // Tells whoever does not know it yet what has been consumed. True: nothing of a call whose hook has run is on its
+    // way out, and everybody who is not masked knows. `failed` and `status`: a put that failed.
+    bool settle(std::uint32_t& failed, Status& status);
+
     // Local: from now on nothing is sent to the rank, awaited from it, or told it; calls under way leave it out too.
     // Taken back: it is told what it missed.
     void mask(std::uint32_t rank, bool masked);
@@ -207,6 +218,7 @@ class LowLatency {
     std::uint64_t data_bytes() const { return data_bytes_; }
     std::uint64_t half_bytes() const { return data_bytes_ / 2 / kAlignment * kAlignment; }
     std::uint64_t consumed_by(std::uint32_t rank) const;
+    std::uint64_t consumed() const { return consumed_; }  // the last call that this rank has consumed, and all before
 
   private:
     friend class LowLatencyOperation;
@@ -216,6 +228,7 @@ class LowLatency {
     // Bytes of my data region on their way out.
     struct Outgoing {
         Ticket ticket;
+        std::uint64_t epoch = 0;
         std::uint32_t rank = 0;
         std::uint64_t from = 0;
         std::uint64_t to = 0;
@@ -227,13 +240,14 @@ class LowLatency {
     void begin(const std::shared_ptr<LowLatencyOperation>& operation);
     bool reap(std::uint32_t parity, std::uint32_t& rank, Status& status);  // false: one has failed
     bool in_flight(std::uint32_t parity, std::uint32_t rank) const;
-    bool drains(std::uint32_t parity) const;  // something that is not for a masked rank is on its way out
+    bool drains(std::uint64_t epoch) const;  // something of that call that is not for a masked rank is on its way out
     std::optional<std::uint64_t> reserve(std::uint32_t parity, std::uint64_t bytes);
     void open_staging(std::uint32_t parity, std::uint64_t from, std::uint64_t to);
     bool put(std::uint32_t parity, const Port::Put& put, std::uint64_t epoch, std::uint64_t from, std::uint64_t to);
-    bool put_part(std::uint32_t parity, const Port::Put& put, std::uint64_t from, std::uint64_t to);
-    void ended(std::uint32_t parity);
-    bool tell();  // true: everybody who is not masked knows what I have consumed
+    bool put_part(std::uint32_t parity, const Port::Put& put, std::uint64_t epoch, std::uint64_t from,
+                  std::uint64_t to);
+    void packed(std::uint64_t epoch);
+    bool tell();
 
     const LowLatencyShape shape_;
     const LowLatencyLayout layout_;
@@ -242,7 +256,8 @@ class LowLatency {
     std::shared_ptr<const char> identity_;
     std::uint64_t epoch_ = 0;
     std::uint64_t consumed_ = 0;
-    std::uint64_t buffer_epoch_ = 0;  // the call that the combine buffer was handed out for
+    std::vector<std::uint64_t> packed_;  // calls above `consumed_` that were packed or failed alike on every rank
+    std::uint64_t buffer_epoch_ = 0;     // the call that the combine buffer was handed out for
     std::shared_ptr<LowLatencyOperation> calls_[2];
     std::vector<Outgoing> outgoing_[2];
     struct Staging {

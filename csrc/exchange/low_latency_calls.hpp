@@ -39,20 +39,33 @@ class LowLatencyDispatch final : public LowLatencyOperation {
     std::int64_t* wait_ns() const override { return request_.wait_ns; }
 
     void quantise();
-    void place(std::byte* block, std::uint64_t rows, std::uint64_t row, std::uint32_t slot) const;
+    struct Entry {
+        std::uint32_t slot = 0;  // token * topk + k at the source
+        std::uint32_t unit = 0;
+    };
+    struct Plan {
+        std::vector<Entry> entries;         // by expert, then token
+        std::vector<std::uint32_t> tokens;  // of the units
+    };
+
+    std::uint64_t unit_bytes() const;
+    void place(std::byte* unit, std::uint32_t token) const;
+    Entry entry(std::uint32_t source, std::uint64_t row) const;
     std::uint32_t count_of(std::uint32_t source, std::uint64_t expert) const;
     bool take_counts(std::uint32_t source);
     std::uint64_t pack_rows(std::uint64_t expert, std::uint32_t source);
 
     const LowLatencyDispatchRequest request_;
     const std::shared_ptr<LowLatencyHandle> handle_;
-    const std::vector<std::uint32_t> order_;   // slots, by expert
-    std::vector<std::uint64_t> expert_begin_;  // [experts + 1]: where an expert's slots begin
-    std::vector<std::byte> rows_;              // [tokens][row bytes], quantised
-    std::vector<std::uint32_t> scales_;        // [tokens][scale words]
-    LowLatencyBlocks blocks_;                  // of mine
-    std::vector<std::uint64_t> taken_;         // [local experts][ranks]: rows of a source before the expert's
-    std::uint64_t next_ = 0;                   // local expert * ranks + source to be packed
+    const std::vector<std::uint32_t> order_;    // slots, by expert
+    std::vector<std::uint64_t> expert_begin_;   // [experts + 1]: where an expert's slots begin
+    std::vector<Plan> plans_;                   // [ranks]: what goes there
+    std::vector<std::uint32_t> unit_of_token_;  // scratch of one target
+    std::vector<std::byte> rows_;               // [tokens][row bytes], quantised
+    std::vector<std::uint32_t> scales_;         // [tokens][scale words]
+    LowLatencyBlocks blocks_;                   // of mine
+    std::vector<std::uint64_t> taken_;          // [local experts][ranks]: rows of a source before the expert's
+    std::uint64_t next_ = 0;                    // local expert * ranks + source to be packed
 };
 
 class LowLatencyCombine final : public LowLatencyOperation {

@@ -67,7 +67,7 @@ LowLatencyCombine::LowLatencyCombine(LowLatency& exchange, const LowLatencyCombi
 // ---- sending
 
 void LowLatencyCombine::open_target(Target& target) {
-    target.rows = request_.handle->came[target.rank];
+    target.rows = target.units = request_.handle->came[target.rank];
     if (!target.near) return;
     target.block = exchange_.port().memory()[target.rank].data + half() + blocks_.offset[exchange_.rank()];
 }
@@ -119,7 +119,7 @@ std::uint64_t LowLatencyCombine::send_staged(Target& target, std::uint64_t budge
         target.staged_at = *at;
         target.staged = rows;
         target.staged_from = target.next;
-        exchange_.outgoing_[parity_].push_back({{}, target.rank, *at, *at + rows * row_bytes_});
+        exchange_.outgoing_[parity_].push_back({{}, epoch_, target.rank, *at, *at + rows * row_bytes_});
         moved = 1;
     }
     const std::uint64_t end = target.staged_from + target.staged;
@@ -136,7 +136,7 @@ std::uint64_t LowLatencyCombine::send_staged(Target& target, std::uint64_t budge
     part.head = rows;
     const bool last = end == target.rows;
     if (!(last ? finish_far(target, {&rows, 1})
-               : exchange_.put_part(parity_, part, rows.from_offset, rows.from_offset + rows.bytes))) {
+               : exchange_.put_part(parity_, part, epoch_, rows.from_offset, rows.from_offset + rows.bytes))) {
         return moved;
     }
     std::erase_if(exchange_.outgoing_[parity_],
@@ -165,7 +165,7 @@ std::uint64_t LowLatencyCombine::send_direct(Target& target) {
     part.rank = target.rank;
     part.head = pieces[0];
     part.more = std::span<const Port::Piece>(pieces).subspan(1);
-    if (!exchange_.put_part(parity_, part, pieces.front().from_offset,
+    if (!exchange_.put_part(parity_, part, epoch_, pieces.front().from_offset,
                             pieces.back().from_offset + pieces.back().bytes)) {
         return 0;
     }

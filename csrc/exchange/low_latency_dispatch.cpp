@@ -1,5 +1,6 @@
-// A low-latency dispatch. A block at a receiver: numbers of the slots, u32 each; scales; rows; each in the order of the
-// receiver's experts, then of tokens. How many there are of each expert is in the record that comes with it.
+// A low-latency dispatch. A block at a receiver: for each row of its experts, in their order, then of tokens, the
+// number of the slot and which of the units behind has the row, u32 each; then the units, scales and row, each token
+// once. How many rows there are of each expert is in the record that comes with it.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -77,6 +78,7 @@ LowLatencyDispatch::LowLatencyDispatch(LowLatency& exchange, const LowLatencyDis
         expert_begin_[expert] += expert_begin_[expert - 1];
     }
     blocks_ = dispatch_blocks(call_, exchange.rank());
+    plans_.resize(exchange.nodes().ranks());
     if (!refused_.empty()) return;
     quantise();
     exchange.open_staging(parity_, half() + blocks_.bytes, half() + exchange.half_bytes());
@@ -106,42 +108,59 @@ void LowLatencyDispatch::quantise() {
 
 // ---- sending
 
+// A token that goes to several experts of the rank goes there once.
 void LowLatencyDispatch::open_target(Target& target) {
     target.rows = handle_->sent[target.rank];
+    const std::uint32_t* const slots = order_.data() + expert_begin_[call_.expert_first[target.rank]];
+    unit_of_token_.assign(request_.tokens, kNobody);
+    Plan& plan = plans_[target.rank];
+    plan.entries.reserve(target.rows);
+    for (std::uint64_t row = 0; row < target.rows; ++row) {
+        const std::uint32_t token = slots[row] / call_.topk;
+        if (unit_of_token_[token] == kNobody) {
+            unit_of_token_[token] = static_cast<std::uint32_t>(plan.tokens.size());
+            plan.tokens.push_back(token);
+        }
+        plan.entries.push_back({slots[row], unit_of_token_[token]});
+    }
+    target.units = plan.tokens.size();
     if (!target.near) return;
     const std::uint64_t block = dispatch_blocks(call_, target.rank).offset[exchange_.rank()];
     target.block = exchange_.port().memory()[target.rank].data + half() + block;
 }
 
-// Row number `row` of `rows` in a block.
-void LowLatencyDispatch::place(std::byte* block, std::uint64_t rows, std::uint64_t row, std::uint32_t slot) const {
-    const std::uint64_t token = slot / call_.topk;
+std::uint64_t LowLatencyDispatch::unit_bytes() const {
+    return 4 * call_.scale_words() + call_.row_bytes();
+}
+
+void LowLatencyDispatch::place(std::byte* unit, std::uint32_t token) const {
     const std::uint64_t words = call_.scale_words();
     const std::uint64_t row_bytes = call_.row_bytes();
-    std::memcpy(block + 4 * row, &slot, sizeof slot);
-    if (words > 0) std::memcpy(block + 4 * (rows + row * words), scales_.data() + token * words, 4 * words);
+    if (words > 0) std::memcpy(unit, scales_.data() + token * words, 4 * words);
     const std::byte* const from = words > 0 ? rows_.data() + token * row_bytes : request_.x + token * row_bytes;
-    rows::copy(block + 4 * rows * (1 + words) + row * row_bytes, from, row_bytes, rows::Store::cached);
+    rows::copy(unit + 4 * words, from, row_bytes, rows::Store::cached);
 }
 
 std::uint64_t LowLatencyDispatch::send_rows(Target& target, std::uint64_t budget) {
+    const Plan& plan = plans_[target.rank];
+    const std::uint64_t entries = plan.entries.size() * sizeof(Entry);
+    const std::uint64_t bytes = entries + target.units * unit_bytes();
     std::uint64_t moved = 0;
-    const std::uint64_t bytes = target.rows * call_.dispatched_bytes();
     if (!target.near && target.staged == 0) {
         const std::optional<std::uint64_t> at = exchange_.reserve(parity_, bytes);
         if (!at) return 0;
         target.staged_at = *at;
         target.staged = target.rows;
-        exchange_.outgoing_[parity_].push_back({{}, target.rank, *at, *at + bytes});
+        exchange_.outgoing_[parity_].push_back({{}, epoch_, target.rank, *at, *at + bytes});
         moved = 1;
     }
     std::byte* const block = target.near ? target.block : exchange_.data() + target.staged_at;
-    const std::uint32_t* const slots = order_.data() + expert_begin_[call_.expert_first[target.rank]];
-    for (; target.next < target.rows && moved < budget; ++target.next) {
-        place(block, target.rows, target.next, slots[target.next]);
-        moved += call_.dispatched_bytes();
+    if (target.next == 0) std::memcpy(block, plan.entries.data(), entries);
+    for (; target.next < target.units && moved < budget; ++target.next) {
+        place(block + entries + target.next * unit_bytes(), plan.tokens[target.next]);
+        moved += unit_bytes();
     }
-    if (target.next < target.rows) return moved;
+    if (target.next < target.units) return moved;
     if (target.near) {
         finish_near(target);
         return moved + 1;
@@ -199,7 +218,20 @@ bool LowLatencyDispatch::take_counts(std::uint32_t source) {
         return false;
     }
     handle_->came[source] = rows;
+    for (std::uint64_t row = 0; row < rows; ++row) {
+        if (entry(source, row).unit < rows) continue;
+        fail(FailureReason::protocol, source,
+             "rank " + std::to_string(source) + " sent " + std::to_string(rows) + " rows and names number " +
+                 std::to_string(entry(source, row).unit));
+        return false;
+    }
     return true;
+}
+
+LowLatencyDispatch::Entry LowLatencyDispatch::entry(std::uint32_t source, std::uint64_t row) const {
+    Entry found;
+    std::memcpy(&found, exchange_.data() + half() + blocks_.offset[source] + row * sizeof found, sizeof found);
+    return found;
 }
 
 void LowLatencyDispatch::begin_packing() {
@@ -234,21 +266,19 @@ std::uint64_t LowLatencyDispatch::pack_rows(std::uint64_t expert, std::uint32_t 
     const std::uint64_t rows = handle_->came[source];
     const std::uint64_t words = call_.scale_words();
     const std::uint64_t row_bytes = call_.row_bytes();
-    const std::byte* const block = exchange_.data() + half() + blocks_.offset[source];
+    const std::byte* const units = exchange_.data() + half() + blocks_.offset[source] + rows * sizeof(Entry);
     for (std::uint64_t row = 0; row < count; ++row) {
-        std::uint32_t slot;
-        std::memcpy(&slot, block + 4 * (taken_[at] + row), sizeof slot);
+        const Entry from = entry(source, taken_[at] + row);
         const std::uint64_t to = handle_->begin[at] + row;
-        request_.src_info[expert * capacity + to] = static_cast<std::int32_t>(slot / call_.topk);
-        const std::byte* const scales = block + 4 * (rows + (taken_[at] + row) * words);
+        request_.src_info[expert * capacity + to] = static_cast<std::int32_t>(from.slot / call_.topk);
+        const std::byte* const unit = units + from.unit * unit_bytes();
         for (std::uint64_t word = 0; word < words; ++word) {
-            std::memcpy(request_.scales + (expert * words + word) * capacity + to, scales + 4 * word, 4);
+            std::memcpy(request_.scales + (expert * words + word) * capacity + to, unit + 4 * word, 4);
         }
+        rows::copy(request_.out + (expert * capacity + to) * row_bytes, unit + 4 * words, row_bytes,
+                   rows::Store::cached);
     }
-    const std::uint64_t bytes = count * row_bytes;
-    rows::copy(request_.out + (expert * capacity + handle_->begin[at]) * row_bytes,
-               block + 4 * rows * (1 + words) + taken_[at] * row_bytes, bytes, rows::Store::cached);
-    return bytes;
+    return count * row_bytes;
 }
 
 std::uint64_t LowLatencyDispatch::pack(std::uint64_t budget) {

@@ -34,8 +34,8 @@ struct LowLatencyCall {
     std::uint64_t rows_max(std::uint32_t rank) const { return tokens_max * (topk < owned(rank) ? topk : owned(rank)); }
     std::uint64_t scale_words() const;        // 32-bit words of scales a row: 0 for bf16
     std::uint64_t row_bytes() const;          // of a dispatch, without its scales
-    std::uint64_t dispatched_bytes() const {  // all that travels for a row: its slot's number, scales, row
-        return 4 + 4 * scale_words() + row_bytes();
+    std::uint64_t dispatched_bytes() const {  // most that travels for a row: its slot's number and place, scales, row
+        return 8 + 4 * scale_words() + row_bytes();
     }
 };
 

@@ -12,7 +12,7 @@ namespace expertwire::exchange {
 
 namespace {
 
-constexpr std::uint32_t kMagic = 0x45584C31;  // "EXL1": the layout of LowLatencyNotify
+constexpr std::uint32_t kMagic = 0x45584C32;  // "EXL2": the layout of LowLatencyNotify
 
 struct AgreedField {
     const char* name;
@@ -73,7 +73,7 @@ std::uint64_t LowLatencyOperation::half() const {
 }
 
 const char* LowLatencyOperation::stage_name() const {
-    static constexpr const char* names[] = {"send", "wait", "pack", "drain", "tell", "done", "failed"};
+    static constexpr const char* names[] = {"send", "wait", "pack", "done", "failed"};
     return names[static_cast<std::size_t>(stage_)];
 }
 
@@ -117,13 +117,7 @@ Step LowLatencyOperation::step_sending(std::uint64_t budget) {
             }
         }
     }
-    exchange.tell();  // what a hook or an unmasking could not get rid of
-    std::uint32_t failed = 0;
-    Status status = Status::ok;
-    if (!exchange.reap(parity_, failed, status) || !exchange.reap(1 - parity_, failed, status)) {
-        fail(FailureReason::put, failed, "rows could not be delivered", status);
-        return Step::failed;
-    }
+    if (!settled()) return Step::failed;
     std::uint64_t moved = 0;
     bool all = true;
     for (Target& target : targets_) {
@@ -155,6 +149,16 @@ Step LowLatencyOperation::step_sending(std::uint64_t budget) {
     return moved > 0 ? Step::progressed : Step::waiting;
 }
 
+// What hooks and unmasking left to be done. False: rows of a call could not be delivered.
+bool LowLatencyOperation::settled() {
+    std::uint32_t failed = 0;
+    Status status = Status::ok;
+    exchange_.settle(failed, status);
+    if (status == Status::ok) return true;
+    fail(FailureReason::put, failed, "rows could not be delivered", status);
+    return false;
+}
+
 Step LowLatencyOperation::send(std::uint64_t budget) {
     if (stage_ == Stage::failed) return Step::failed;
     if (stage_ != Stage::sending) return Step::done;
@@ -171,7 +175,7 @@ void LowLatencyOperation::finish_near(Target& target) {
     rows::fence();
     store_word(control, layout.arrived(parity_, exchange_.rank()), epoch_);
     exchange_.port().wake(target.rank);
-    target.done = target.next >= target.rows;
+    target.done = target.next >= target.units;
 }
 
 // The last put to a rank, with its record. Parts before it must have ended: its signal covers itself alone.
@@ -243,52 +247,33 @@ bool LowLatencyOperation::agree() {
 }
 
 Step LowLatencyOperation::receive(std::uint64_t budget, TimeNs now) {
-    std::uint32_t failed = 0;
-    Status status = Status::ok;
-    if (!ended() && (!exchange_.reap(parity_, failed, status) || !exchange_.reap(1 - parity_, failed, status))) {
-        fail(FailureReason::put, failed, "rows could not be delivered", status);
-        stage_ = Stage::failed;
-    }
+    if (!ended() && !settled()) stage_ = Stage::failed;
     switch (stage_) {
         case Stage::sending:
             return Step::waiting;
         case Stage::sent:
             if (!everyone_arrived(now)) return Step::waiting;
             if (agree()) begin_packing();
-            if (failure_.reason == FailureReason::protocol) {
-                stage_ = Stage::failed;
-                return Step::failed;
-            }
-            stage_ = failure_.reason == FailureReason::none ? Stage::packing : Stage::draining;
-            return Step::progressed;
+            stage_ = failure_.reason == FailureReason::none ? Stage::packing : Stage::failed;
+            if (stage_ == Stage::packing) return Step::progressed;
+            return failure_.reason == FailureReason::protocol ? Step::failed : finish();
         case Stage::packing:
-            if (mutant(Mutant::consumed_before_packed)) {
-                stage_ = Stage::telling;
-                exchange_.ended(parity_);
-                exchange_.tell();
-                stage_ = Stage::packing;
-            }
+            if (mutant(Mutant::consumed_before_packed)) exchange_.packed(epoch_);
             if (pack(budget) > 0) return Step::progressed;
             end_packing();
-            stage_ = Stage::draining;
-            return Step::progressed;
-        case Stage::draining:
-            // What peers may write over from now on must not hold rows that are still on their way out: the blocks of
-            // the call after the next may reach further than this call's.
-            if (exchange_.drains(parity_) && !mutant(Mutant::consumed_in_flight)) return Step::waiting;
-            stage_ = Stage::telling;
-            exchange_.ended(parity_);
-            return Step::progressed;
-        case Stage::telling:
-            if (!exchange_.tell()) return Step::waiting;
-            stage_ = failure_.reason == FailureReason::none ? Stage::done : Stage::failed;
-            return stage_ == Stage::done ? Step::done : Step::failed;
+            return finish();
         case Stage::done:
             return Step::done;
         case Stage::failed:
             return Step::failed;
     }
     return Step::failed;
+}
+
+Step LowLatencyOperation::finish() {
+    exchange_.packed(epoch_);
+    stage_ = settled() && failure_.reason == FailureReason::none ? Stage::done : Stage::failed;
+    return stage_ == Stage::done ? Step::done : Step::failed;
 }
 
 std::vector<LowLatencyPeer> LowLatencyOperation::progress() const {
@@ -302,13 +287,12 @@ std::vector<LowLatencyPeer> LowLatencyOperation::progress() const {
         row.consumed = exchange_.consumed_by(rank);
         if (row.masked) continue;
         if (stage_ == Stage::sent && !arrived_[rank]) row.missing = "its rows";
-        if (stage_ == Stage::draining && exchange_.in_flight(parity_, rank)) row.missing = "the end of puts to it";
-        if (stage_ == Stage::telling && exchange_.told_[rank] != exchange_.consumed_) row.missing = "room to tell it";
     }
     for (const Target& target : targets_) {
         if (stage_ != Stage::sending || target.done) continue;
         table[target.rank].missing =
-            target.open ? "room for rows to it" : "its hook of call " + std::to_string(epoch_ - 2);
+            target.open ? "room for rows to it"
+                        : "its hook of call " + std::to_string(epoch_ - 2) + ", or the end of its puts of that call";
     }
     return table;
 }

@@ -136,5 +136,10 @@ def rows_pack_ue8m0(words: int, scales: int, blocks: int) -> None:
 def rows_reduce_weighted(isa: str, out: int, rows: Sequence[int], weights: Sequence[float], columns: int) -> None:
     """One row of a low-latency combine."""
 
-def run_low_latency_seeds(first: int, count: int, mutant: str = 'none', stop: bool = False, trace_lines: int = 0) -> dict:
+def run_low_latency_seeds(first: int, count: int, mutant: str = 'none', stop: bool = False, trace_lines: int = 0, fail_at: int = 0, fail_how: str = 'operation') -> dict:
     """Runs seeds of the low-latency mode; as run_exchange_seeds."""
+
+def run_low_latency_nth(seed: int, how: str, stride: int = 1) -> dict:
+    """
+    The n-th operation of a run of the low-latency mode fails; as run_exchange_nth.
+    """

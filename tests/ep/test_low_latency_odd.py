@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -100,4 +101,5 @@ def test_who_does_not_come_is_named_or_masked(world: World, shrink: bool) -> Non
         else:
             kind, _, message = out["error"]
             assert kind == "DeadlineError"
-            assert "rank 2: waiting for its rows; the last rows from it were of call 2, and it has consumed call 2" in message
+            # It may have gone before its own rows had left, of which it would speak at its next call.
+            assert re.search("rank 2: waiting for its rows; the last rows from it were of call 2, and it has consumed call [12]", message)

@@ -30,6 +30,7 @@ SITUATIONS = (
     "duplicate_ids",
     "epochs_across_2_32",
     "fewer_experts_than_ranks",
+    "hooks_before_own_rows_left",
     "masked",
     "put_failures",
     "rank_all_minus_one",

@@ -17,11 +17,12 @@ def test_every_family_runs_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     assert sweep.main(["--seeds", "8", "--first", "2", "--jobs", "1", "--json", str(path)]) == 0
     said = capsys.readouterr()
     assert "everything held" in said.out
-    assert "27/27 seeds, 0 failing" in said.err
+    assert "36/36 seeds, 0 failing" in said.err
     rows = json.loads(path.read_text())["rows"]
     assert {row["family"] for row in rows} == set(sweep.FAMILIES)
     seeds = {row["family"]: row["value"] for row in rows if row["name"] == "seeds"}
-    assert seeds == {"engine": 8, "counted": 8, "exchange": 8, "engine-nth": 1, "counted-nth": 1, "exchange-nth": 1}
+    whole = dict.fromkeys(("engine", "counted", "exchange", "low-latency"), 8)
+    assert seeds == whole | {f"{name}-nth": 1 for name in whole}
     assert {row["status"] for row in rows} == {"ok"}
 
 
@@ -43,10 +44,10 @@ def test_another_trace_in_another_process_is_a_failure() -> None:
     assert totals.seeds["engine"] == 10
 
 
-@pytest.mark.parametrize("family", ["engine", "counted", "exchange"])
+@pytest.mark.parametrize("family", ["engine", "counted", "exchange", "low-latency"])
 def test_a_failing_seed_prints_the_command_that_replays_it(family: str, capsys: pytest.CaptureFixture[str]) -> None:
-    failures = [sweep.Failure("exchange", 1, "")]
-    if family != "exchange":
+    failures = [sweep.Failure(family, 6 if family == "low-latency" else 1, "")]
+    if family in ("engine", "counted"):
         with kept_mutant("long_write"):
             failures = list(sweep.run_batch(sweep.Batch(family, 1, 2)).failures)
     assert failures
@@ -64,6 +65,8 @@ def test_replay_of_an_nth_operation(capsys: pytest.CaptureFixture[str]) -> None:
     assert "post refused" in capsys.readouterr().out
     assert sweep.main(["--replay", "exchange-nth:2:lost:5", "--trace", "1000"]) == 0
     assert "heals" in capsys.readouterr().out
+    assert sweep.main(["--replay", "low-latency-nth:6:post:2", "--trace", "1000"]) == 0
+    assert "post refused" in capsys.readouterr().out
 
 
 def test_arguments_are_checked() -> None:

@@ -71,11 +71,13 @@ def _engine(batch: Batch) -> tuple[int, int, list[Failure]]:
 
 
 def _exchange(batch: Batch) -> tuple[int, int, list[Failure]]:
-    result = simulation().run_exchange_seeds(batch.first, batch.count)
+    core = simulation()
+    run = core.run_low_latency_seeds if batch.family == "low-latency" else core.run_exchange_seeds
+    result = run(batch.first, batch.count)
     trace = 0
     for value in result["trace_hashes"]:
         trace = (trace * 31 + value) & WORD
-    return batch.count, trace, [Failure("exchange", seed, text) for seed, text in result["failures"]]
+    return batch.count, trace, [Failure(batch.family, seed, text) for seed, text in result["failures"]]
 
 
 def _nth(family: str, run: Callable[[int, str], dict[str, object]], batch: Batch) -> tuple[int, int, list[Failure]]:
@@ -98,7 +100,9 @@ def _engine_nth(batch: Batch) -> tuple[int, int, list[Failure]]:
 
 
 def _exchange_nth(batch: Batch) -> tuple[int, int, list[Failure]]:
-    return _nth("exchange-nth", lambda seed, how: simulation().run_exchange_nth(seed, how), batch)
+    core = simulation()
+    run = core.run_low_latency_nth if batch.family == "low-latency-nth" else core.run_exchange_nth
+    return _nth(batch.family, run, batch)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,9 +119,11 @@ FAMILIES = {
     "engine": Family("engines of 2 to 12 ranks under the seed's faults", 1, 200, _engine),
     "counted": Family("the same with counted immediates: late ones, lost answers, forgotten peers", 1, 200, _engine),
     "exchange": Family("whole dispatches and combines on 1 to 12 ranks", 1, 50, _exchange),
+    "low-latency": Family("dispatches and combines of the low-latency mode, hooks in every order, masks", 1, 100, _exchange),
     "engine-nth": Family("the n-th operation of a run fails, for every n and in every way", 100, 5, _engine_nth),
     "counted-nth": Family("the same with counted immediates", 100, 5, _engine_nth),
     "exchange-nth": Family("the same of a whole exchange", 2_000, 1, _exchange_nth),
+    "low-latency-nth": Family("the same of the low-latency mode", 2_000, 1, _exchange_nth),
 }
 
 
@@ -228,7 +234,8 @@ def replay(what: str, mutant: str, lines: int) -> int:
         (row,) = core.run_engine([int(seed)], 2 if how else 0, 6 if how else 0, faults=faults, trace_lines=lines, counted=counted)
         trace, failure, hashed = row["trace"], row["failure"], row["trace_hash"]
     else:
-        result = core.run_exchange_seeds(int(seed), 1, mutant=mutant, trace_lines=lines, fail_at=int(n or 0), fail_how=how or "operation")
+        run = core.run_low_latency_seeds if name.startswith("low-latency") else core.run_exchange_seeds
+        result = run(int(seed), 1, mutant=mutant, trace_lines=lines, fail_at=int(n or 0), fail_how=how or "operation")
         trace, hashed = result["trace"], result["trace_hashes"][0]
         failure = result["failures"][0][1] if result["failures"] else ""
     core.set_mutant("none")

@@ -25,6 +25,7 @@ from expertwire.cli.bench.paired import (
     Samples,
     check_combine,
     check_dispatch,
+    destinations,
     expect,
     expert_rows,
     ordered_sum,
@@ -283,10 +284,10 @@ def rank_main(rank: Rank, setup: Setup) -> Measured:
     rank.progress("ranks and fabric ready", 1, 1)
     try:
         samples, copies = measure(rank, arms, setup, own, wanted)
-        bounds = torch.tensor(expert_bounds(setup.experts, setup.ranks)[1:])
-        nodes = torch.tensor(setup.node_of)
+        far = torch.tensor([node != setup.node_of[rank.rank] for node in setup.node_of])
+        # A token goes to a rank once, and comes back once for each expert.
+        remote = int(destinations(own.topk_idx, setup.experts, setup.ranks)[:, far].sum())
         chosen = own.topk_idx[own.topk_idx >= 0]
-        remote = int((nodes[torch.bucketize(chosen, bounds, right=True)] != setup.node_of[rank.rank]).sum())
         return Measured(samples, wanted.rows.shape[0], chosen.numel(), remote, copies, arms[0].provider, arms[0].wire_operations())
     finally:
         for arm in arms:
