@@ -24,6 +24,7 @@ using namespace nb::literals;
 using runtime::Liveness;
 using runtime::LivenessOptions;
 using runtime::PeerState;
+using runtime::Verdict;
 
 constexpr TimeNs ms = 1'000'000;
 constexpr std::uint32_t ranks_max = 64;
@@ -38,27 +39,40 @@ class LivenessProbe {
         LivenessOptions options;
         options.rank = rank;
         options.size = size;
+        options.instance = 0x1000u * (rank + 1) + 1;
         options.use_pidfd = false;
         liveness_ = std::make_unique<Liveness>(options, words_);
-        for (std::uint32_t other = 0; other < size; ++other) liveness_->add(other, {}, 0);
+        instances_.assign(size, 1);
     }
 
     void beat(std::uint32_t rank) { words_.pulse(checked(rank)).heartbeat.fetch_add(1); }
-    void say(std::uint32_t rank, std::optional<std::uint32_t> verdict, bool leaving) {
+    void say(std::uint32_t rank, std::optional<std::uint32_t> verdict, bool leaving, bool old_speaker,
+             bool old_accused) {
         runtime::PulseBlock& pulse = words_.pulse(checked(rank));
-        if (verdict) pulse.verdict.store(*verdict + 1);
-        if (leaving) pulse.leaving.store(1);
+        const std::uint64_t speaker = instance(rank, old_speaker);
+        if (verdict)
+            pulse.verdict.store(
+                Verdict{checked(*verdict), Verdict::tag(instance(*verdict, old_accused)), Verdict::tag(speaker)}
+                    .word());
+        if (leaving) pulse.leaving.store(speaker);
     }
     void take_back(std::uint32_t rank) { words_.pulse(checked(rank)).verdict.store(0); }
-    std::uint64_t own_verdict() const { return liveness_->own().verdict; }
+    std::optional<std::uint32_t> own_verdict() const {
+        const std::uint64_t word = liveness_->own().verdict;
+        return word == 0 ? std::nullopt : std::optional(Verdict::of(word).accused);
+    }
+    bool farewell(std::uint32_t rank) const { return liveness_->says_farewell(checked(rank)); }
     void fences(std::uint32_t rank, std::uint32_t whom) {
         words_.pulse(checked(rank)).fenced.fetch_or(std::uint64_t{1} << (whom % 64));
     }
     void remove(std::uint32_t rank) {
         liveness_->publish_fenced(checked(rank), true);
         liveness_->remove(rank);
+        ++instances_[rank];
     }
-    void add(std::uint32_t rank, std::int64_t now_ms) { liveness_->add(checked(rank), {}, now_ms * ms); }
+    void add(std::uint32_t rank, std::int64_t now_ms) {
+        liveness_->add(checked(rank), {}, instance(rank, false), now_ms * ms);
+    }
     void lose_connection(std::uint32_t rank, std::int64_t now_ms) {
         liveness_->suspect(checked(rank), "its connection broke", now_ms * ms);
     }
@@ -87,7 +101,13 @@ class LivenessProbe {
         return rank;
     }
 
+    // Of whoever has that name now, or is the next to; or of the one before it.
+    std::uint64_t instance(std::uint32_t rank, bool old) const {
+        return 0x1000u * (rank + 1) + instances_[rank] - (old ? 1 : 0);
+    }
+
     std::unique_ptr<Memory> memory_;
+    std::vector<std::uint64_t> instances_;  // by rank: how many have had the name
     runtime::SharedBlock words_;
     std::unique_ptr<Liveness> liveness_;
 };
@@ -100,12 +120,15 @@ void bind_liveness(nb::module_& module) {
         "What a rank concludes from others' words at given times, by the heartbeat rules (no pidfd); for tests.")
         .def(nb::init<std::uint32_t, std::uint32_t>(), "rank"_a, "size"_a)
         .def("beat", &LivenessProbe::beat, "rank"_a, "A heartbeat of that rank arrives.")
-        .def("say", &LivenessProbe::say, "rank"_a, "verdict"_a = nb::none(), "leaving"_a = false,
-             "Words of that rank arrive.")
+        .def("say", &LivenessProbe::say, "rank"_a, "verdict"_a = nb::none(), "leaving"_a = false, nb::kw_only(),
+             "old_speaker"_a = false, "old_accused"_a = false,
+             "Words of that rank arrive; said by, or about, the process that had its name before, where old.")
         .def("fences", &LivenessProbe::fences, "rank"_a, "whom"_a, "The word of that rank that it has removed another.")
         .def("take_back", &LivenessProbe::take_back, "rank"_a, "The verdict of that rank is no more.")
-        .def("own_verdict", &LivenessProbe::own_verdict, "What this rank says: 0, or the dead rank + 1.")
-        .def("add", &LivenessProbe::add, "rank"_a, "now_ms"_a, "A new process under the name of a removed rank.")
+        .def("own_verdict", &LivenessProbe::own_verdict, "Whom this rank holds dead before the others.")
+        .def("farewell", &LivenessProbe::farewell, "rank"_a, "Whether who has that name now says that it leaves.")
+        .def("add", &LivenessProbe::add, "rank"_a, "now_ms"_a,
+             "A process under that name; after its removal, another one.")
         .def("remove", &LivenessProbe::remove, "rank"_a, "Remove that rank here, as one that fell silent.")
         .def("lose_connection", &LivenessProbe::lose_connection, "rank"_a, "now_ms"_a,
              "The provider reports that rank unreachable.")

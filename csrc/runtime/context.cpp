@@ -129,6 +129,7 @@ Context::Context(const ContextOptions& options) {
     state_ = std::make_unique<ContextState>(options);
     ContextState& state = *state_;
     if (getrandom(&state.instance, sizeof state.instance, 0) != sizeof state.instance) state.instance = now_ns();
+    if (state.instance == 0) state.instance = 1;  // 0 is nobody's
     state.cores = cores_allowed();
     state.count_rank_on_host(0);
     state.provider = open_provider(options, state);
@@ -147,6 +148,7 @@ Context::Context(const ContextOptions& options) {
     LivenessOptions alive;
     alive.rank = options.rank;
     alive.size = options.size;
+    alive.instance = state.instance;
     alive.heartbeat_ns = options.heartbeat_ns;
     alive.silence_ns = options.silence_ns;
     alive.use_pidfd = options.liveness == LivenessMode::automatic;

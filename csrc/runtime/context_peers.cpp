@@ -192,11 +192,12 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
     std::uint64_t never_begun = 0;
     if (!again) state.barrier_epoch.compare_exchange_strong(never_begun, blob.barrier_epoch, std::memory_order_relaxed);
     const ProcessIdentity process = blob.process;
+    const std::uint64_t instance = blob.instance;
     peer.blob = std::move(blob);
     peer.added.store(true, std::memory_order_release);
     if (!again) {
         state.liveness->publish_fenced(rank, false);
-        state.liveness->add(rank, process, now_ns());
+        state.liveness->add(rank, process, instance, now_ns());
         state.pulse_due.store(true, std::memory_order_release);
         state.thread.kick();
     }

@@ -245,7 +245,7 @@ std::vector<std::uint32_t> Context::barrier_missing(std::uint64_t epoch) const {
         if (rank == state_->options.rank) continue;
         if (state_->shared.barrier(rank).load(std::memory_order_acquire) >= epoch) continue;
         // Who leaves arrives nowhere any more, and holds nobody up.
-        if (state_->shared.pulse(rank).leaving.load(std::memory_order_acquire) != 0) continue;
+        if (state_->liveness->says_farewell(rank)) continue;
         missing.push_back(rank);
     }
     return missing;

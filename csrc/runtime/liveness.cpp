@@ -16,7 +16,7 @@ constexpr TimeNs first_heartbeat_factor = 6;
 bool move(PeerState& state, PeerState next) {
     static constexpr bool allowed[6][6] = {
         // to:   absent watched suspected dead left removed
-        /*absent*/ {true, true, false, true, false, true},
+        /*absent*/ {true, true, false, false, false, true},
         /*watched*/ {false, true, true, true, true, true},
         /*suspected*/ {false, false, true, true, true, true},
         /*dead*/ {false, false, false, false, false, true},
@@ -38,7 +38,7 @@ bool exited(int pidfd) {
 Liveness::Liveness(const LivenessOptions& options, SharedBlock mine)
     : options_(options), mine_(mine), peers_(options.size) {}
 
-void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, TimeNs now) {
+void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, std::uint64_t instance, TimeNs now) {
     bool gone = false;
     const int fd = options_.use_pidfd && rank != options_.rank ? open_pidfd(process, gone) : -1;
     const std::lock_guard lock(mutex_);
@@ -48,9 +48,7 @@ void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, TimeNs no
         return;
     }
     move(peer.state, PeerState::watched);
-    for (std::uint32_t other = 0; other < peers_.size(); ++other)
-        if (mine_.pulse(other).verdict.load(std::memory_order_acquire) == rank + 1)
-            peers_[other].old_verdict = rank + 1;
+    peer.instance = instance;
     peer.pidfd = Descriptor(fd);
     peer.last_heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
     peer.changed_ns = peer.heard_ns = now;
@@ -72,8 +70,9 @@ void Liveness::remove(std::uint32_t rank) {
     for (std::uint32_t other = 0; !first_ && other < peers_.size(); ++other)
         if (peers_[other].state == PeerState::dead) first_ = Fault{other, -1, peers_[other].why};
     // Another one may come back under its name: no word of ours must stand against that.
-    std::uint64_t named = rank + 1;
-    verdict_.compare_exchange_strong(named, first_ ? first_->rank + 1 : 0, std::memory_order_acq_rel);
+    const std::uint64_t said = verdict_.load(std::memory_order_relaxed);
+    if (said != 0 && Verdict::of(said).accused == rank)
+        verdict_.store(first_ ? verdict_about(first_->rank) : 0, std::memory_order_release);
     has_fault_.store(first_.has_value(), std::memory_order_release);
 }
 
@@ -110,7 +109,6 @@ void Liveness::tick(TimeNs now) {
 }
 
 void Liveness::hear(std::uint32_t rank, Peer& peer, TimeNs now) {
-    if (mine_.pulse(rank).verdict.load(std::memory_order_acquire) != peer.old_verdict) peer.old_verdict = 0;
     const std::uint64_t heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
     if (heartbeat == peer.last_heartbeat) return;
     peer.last_heartbeat = heartbeat;
@@ -137,13 +135,31 @@ void Liveness::look_at(std::uint32_t rank, Peer& peer, TimeNs now) {
                        now, peer.heard_ns);
 }
 
-// Whom it holds dead, if that counts. It does not where the accused has removed the accuser: that one was stopped, woke
-// up, and found the accused's endpoint gone.
+// 0: nobody known here has that name.
+std::uint32_t Liveness::tag_of(std::uint32_t rank) const {
+    const std::uint64_t instance = rank == options_.rank ? options_.instance : peers_[rank].instance;
+    return instance == 0 ? 0 : Verdict::tag(instance);
+}
+
+std::uint64_t Liveness::verdict_about(std::uint32_t rank) const {
+    return Verdict{rank, tag_of(rank), Verdict::tag(options_.instance)}.word();
+}
+
+// Of one that is not known yet any word may be its own.
+bool Liveness::farewell_of(std::uint32_t rank) const {
+    const std::uint64_t leaving = mine_.pulse(rank).leaving.load(std::memory_order_acquire);
+    return leaving != 0 && (leaving == peers_[rank].instance || peers_[rank].state == PeerState::absent);
+}
+
+// Whom it holds dead, if that counts. It does not where accuser or accused is another process than has that name now;
+// nor where the accused has removed the accuser: that one was stopped, woke up, and found the accused's endpoint gone.
 std::optional<std::uint32_t> Liveness::verdict_of(std::uint32_t messenger) const {
-    const std::uint64_t verdict = mine_.pulse(messenger).verdict.load(std::memory_order_acquire);
-    if (verdict == 0 || verdict > peers_.size() || verdict - 1 == messenger) return std::nullopt;
-    if (verdict == peers_[messenger].old_verdict) return std::nullopt;
-    const auto accused = static_cast<std::uint32_t>(verdict - 1);
+    const std::uint64_t word = mine_.pulse(messenger).verdict.load(std::memory_order_acquire);
+    const Verdict verdict = Verdict::of(word);
+    const std::uint32_t accused = verdict.accused;
+    if (word == 0 || accused >= peers_.size() || accused == messenger) return std::nullopt;
+    if (verdict.speaker_tag != tag_of(messenger)) return std::nullopt;
+    if (tag_of(accused) != 0 && verdict.accused_tag != tag_of(accused)) return std::nullopt;
     const std::uint64_t fenced = accused == options_.rank ? fenced_.load(std::memory_order_relaxed)
                                                           : mine_.pulse(accused).fenced.load(std::memory_order_acquire);
     if ((fenced >> (messenger % 64) & 1) != 0) return std::nullopt;
@@ -168,7 +184,8 @@ void Liveness::heed_verdict_of(std::uint32_t messenger) {
     const std::uint32_t accused = root_of(*named);
     if (accused == messenger) return;
     const PeerState state = peers_[accused].state;
-    if (accused != options_.rank && state >= PeerState::dead) return;  // known, or of a process that was
+    // Known, or of a process that was; of one that is not added yet the word stands until it is.
+    if (accused != options_.rank && (state >= PeerState::dead || state == PeerState::absent)) return;
     if (first_ && first_->rank == accused) return;
     declare_dead(accused, static_cast<std::int32_t>(messenger),
                  "rank " + std::to_string(messenger) + " declared it dead");
@@ -200,7 +217,7 @@ bool Liveness::undecided(std::uint32_t rank, TimeNs since) const {
 }
 
 void Liveness::decide(std::uint32_t rank, Peer& peer, TimeNs now) {
-    const bool farewell = mine_.pulse(rank).leaving.load(std::memory_order_acquire) != 0;
+    const bool farewell = farewell_of(rank);
     if (peer.state != PeerState::suspected) {
         if (farewell && move(peer.state, PeerState::left)) any_left_.store(true, std::memory_order_relaxed);
         return;
@@ -243,8 +260,7 @@ void Liveness::declare_dead(std::uint32_t rank, std::int32_t told_by, const std:
         peer.why = why;
         will_not_answer(rank);
     }
-    std::uint64_t none = 0;
-    verdict_.compare_exchange_strong(none, rank + 1, std::memory_order_acq_rel);
+    if (verdict_.load(std::memory_order_relaxed) == 0) verdict_.store(verdict_about(rank), std::memory_order_release);
     if (!first_) first_ = Fault{rank, told_by, why};
     decided_.fetch_add(1, std::memory_order_acq_rel);
     has_fault_.store(true, std::memory_order_release);
@@ -271,14 +287,20 @@ PeerPulse Liveness::pulse(std::uint32_t rank, TimeNs now) const {
     pulse.heartbeat = block.heartbeat.load(std::memory_order_acquire);
     pulse.call_sequence = block.call_sequence.load(std::memory_order_acquire);
     pulse.phase = block.phase.load(std::memory_order_acquire);
-    pulse.leaving = block.leaving.load(std::memory_order_acquire) != 0;
     const std::lock_guard lock(mutex_);
     const Peer& peer = peers_[rank];
+    pulse.leaving = farewell_of(rank);
     pulse.age_ns = peer.state == PeerState::absent || peer.state == PeerState::removed ||
                            pulse.heartbeat != peer.last_heartbeat || now < peer.changed_ns
                        ? 0
                        : now - peer.changed_ns;
     return pulse;
+}
+
+bool Liveness::says_farewell(std::uint32_t rank) const {
+    if (mine_.pulse(rank).leaving.load(std::memory_order_acquire) == 0) return false;
+    const std::lock_guard lock(mutex_);
+    return farewell_of(rank);
 }
 
 std::vector<std::uint32_t> Liveness::take_deaths() {
@@ -313,13 +335,16 @@ void Liveness::publish_call(std::uint64_t sequence, std::uint64_t phase) {
 }
 
 void Liveness::publish_verdict(std::uint32_t dead_rank) {
-    std::uint64_t none = 0;
-    verdict_.compare_exchange_strong(none, dead_rank + 1, std::memory_order_acq_rel);
+    {
+        const std::lock_guard lock(mutex_);
+        if (verdict_.load(std::memory_order_relaxed) == 0)
+            verdict_.store(verdict_about(dead_rank), std::memory_order_release);
+    }
     store_to_mapped();
 }
 
 void Liveness::publish_leaving() {
-    leaving_.store(1, std::memory_order_relaxed);
+    leaving_.store(options_.instance, std::memory_order_relaxed);
     store_to_mapped();
 }
 

@@ -42,6 +42,7 @@ enum class PeerState : std::uint8_t { absent = 0, watched, suspected, dead, left
 struct LivenessOptions {
     std::uint32_t rank = 0;
     std::uint32_t size = 1;
+    std::uint64_t instance = 1;  // of this rank's context; never 0
     TimeNs heartbeat_ns = 1'000'000'000;
     TimeNs silence_ns = 5'000'000'000;
     TimeNs grace_ns = 500'000'000;  // for another rank's verdict or the peer's own farewell to arrive
@@ -52,7 +53,8 @@ class Liveness {
   public:
     Liveness(const LivenessOptions& options, SharedBlock mine);
 
-    void add(std::uint32_t rank, const ProcessIdentity& process, TimeNs now);
+    // `instance`: who has the name now. What was said of another, or by another, counts for nothing.
+    void add(std::uint32_t rank, const ProcessIdentity& process, std::uint64_t instance, TimeNs now);
     void remove(std::uint32_t rank);
     void map(std::uint32_t rank, SharedBlock theirs);  // their words for me are stored, not added
 
@@ -74,7 +76,8 @@ class Liveness {
     // has not been heard since. Ends by itself, in silence_ns + grace_ns and a few ticks.
     bool undecided(std::uint32_t rank, TimeNs since) const;
     PeerPulse pulse(std::uint32_t rank, TimeNs now) const;
-    std::vector<std::uint32_t> take_deaths();  // ranks that will not answer any more, since the last call
+    bool says_farewell(std::uint32_t rank) const;  // the one that has the name now; its state may not say so yet
+    std::vector<std::uint32_t> take_deaths();      // ranks that will not answer any more, since the last call
     bool has_deaths() const { return deaths_pending_.load(std::memory_order_acquire); }
     std::uint64_t decided() const { return decided_.load(std::memory_order_acquire); }  // grows with each of them
     std::vector<int> pidfds() const;  // of watched peers, for the progress thread's poll
@@ -93,6 +96,7 @@ class Liveness {
   private:
     struct Peer {
         PeerState state = PeerState::absent;
+        std::uint64_t instance = 0;  // 0: absent or removed
         Descriptor pidfd;
         SharedBlock theirs;
         std::uint64_t last_heartbeat = 0;
@@ -101,7 +105,6 @@ class Liveness {
         TimeNs suspected_ns = 0;
         TimeNs trouble_ns = 0;  // the others must have been heard after this; the last beat where silence was the sign
         bool fenced = false;    // by us
-        std::uint64_t old_verdict = 0;  // what it said of one that was here before the one that is now: counts no more
         bool final_word = false;  // the process is gone and its stores were visible at once: nothing more can arrive
         std::string why;
     };
@@ -113,6 +116,9 @@ class Liveness {
     void decide(std::uint32_t rank, Peer& peer, TimeNs now);
     void heed_verdict_of(std::uint32_t messenger);
     std::optional<std::uint32_t> verdict_of(std::uint32_t messenger) const;
+    bool farewell_of(std::uint32_t rank) const;
+    std::uint32_t tag_of(std::uint32_t rank) const;
+    std::uint64_t verdict_about(std::uint32_t rank) const;
     std::uint32_t root_of(std::uint32_t accused) const;
     void suspect_locked(Peer& peer, const std::string& why, TimeNs now, TimeNs trouble_ns);
     void declare_dead(std::uint32_t rank, std::int32_t told_by, const std::string& why);

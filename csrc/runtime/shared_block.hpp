@@ -16,11 +16,30 @@ struct alignas(64) PulseBlock {
     std::atomic<std::uint64_t> heartbeat;
     std::atomic<std::uint64_t> call_sequence;
     std::atomic<std::uint64_t> phase;
-    std::atomic<std::uint64_t> verdict;  // dead rank + 1, 0: none
-    std::atomic<std::uint64_t> leaving;
-    std::atomic<std::uint64_t> fenced;  // bit rank % 64: I have removed it, and what it says of me counts for nothing
+    std::atomic<std::uint64_t> verdict;  // a Verdict's word, 0: none
+    std::atomic<std::uint64_t> leaving;  // the instance that leaves, 0: none does
+    std::atomic<std::uint64_t> fenced;   // bit rank % 64: I have removed it, and what it says of me counts for nothing
 };
 static_assert(sizeof(PulseBlock) == 64);
+
+// A word may outlive the process that said it, and the one that it is about: one that was stopped and removed wakes and
+// stores to memory that it still maps. So a verdict carries tags of both instances, and counts only for these.
+struct Verdict {
+    std::uint32_t accused = 0;  // rank
+    std::uint32_t accused_tag = 0;
+    std::uint32_t speaker_tag = 0;
+
+    // 24 bits, never 0: two processes that have the same rank one after the other share it once in 16 million times.
+    static std::uint32_t tag(std::uint64_t instance) {
+        const auto low = static_cast<std::uint32_t>(instance & 0xff'ffff);
+        return low == 0 ? 1 : low;
+    }
+    std::uint64_t word() const { return accused | std::uint64_t{accused_tag} << 16 | std::uint64_t{speaker_tag} << 40; }
+    static Verdict of(std::uint64_t word) {
+        return {static_cast<std::uint32_t>(word & 0xffff), static_cast<std::uint32_t>(word >> 16 & 0xff'ffff),
+                static_cast<std::uint32_t>(word >> 40)};
+    }
+};
 
 struct alignas(64) BarrierWord {
     std::atomic<std::uint64_t> epoch;  // absolute, one word per source

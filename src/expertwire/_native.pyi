@@ -531,8 +531,10 @@ class LivenessProbe:
     def beat(self, rank: int) -> None:
         """A heartbeat of that rank arrives."""
 
-    def say(self, rank: int, verdict: int | None = None, leaving: bool = False) -> None:
-        """Words of that rank arrive."""
+    def say(self, rank: int, verdict: int | None = None, leaving: bool = False, *, old_speaker: bool = False, old_accused: bool = False) -> None:
+        """
+        Words of that rank arrive; said by, or about, the process that had its name before, where old.
+        """
 
     def fences(self, rank: int, whom: int) -> None:
         """The word of that rank that it has removed another."""
@@ -540,11 +542,14 @@ class LivenessProbe:
     def take_back(self, rank: int) -> None:
         """The verdict of that rank is no more."""
 
-    def own_verdict(self) -> int:
-        """What this rank says: 0, or the dead rank + 1."""
+    def own_verdict(self) -> int | None:
+        """Whom this rank holds dead before the others."""
+
+    def farewell(self, rank: int) -> bool:
+        """Whether who has that name now says that it leaves."""
 
     def add(self, rank: int, now_ms: int) -> None:
-        """A new process under the name of a removed rank."""
+        """A process under that name; after its removal, another one."""
 
     def remove(self, rank: int) -> None:
         """Remove that rank here, as one that fell silent."""

@@ -170,3 +170,33 @@ def write_fresh(endpoint: Endpoint, peer: int, blob: bytes, value: int) -> None:
     region = data(endpoint)
     region.numpy("uint8")[:] = value
     endpoint.write(peer, region, "fresh", STREAM_BYTES).wait()
+
+
+def accuse_and_leave(endpoint: Endpoint, accused: int) -> None:
+    """A verdict, told to all, and then a farewell."""
+    endpoint.native.publish_verdict(accused)
+    endpoint.close()
+
+
+def hears_of(endpoint: Endpoint, peer: int, seconds: float) -> tuple[tuple[int, str] | None, bool, str]:
+    """After so long: (who is held dead, whether the peer is held to have left, how a write to it ends)."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        endpoint.native.doorbell_wait(endpoint.native.doorbell_seen(), 20)
+    try:
+        endpoint.write(peer, data(endpoint), "data", 64).wait()
+        ended = "ok"
+    except ExpertwireError as error:
+        ended = str(error)
+    return endpoint.fault(), endpoint.native.pulse(peer)[4], ended
+
+
+def await_farewell(endpoint: Endpoint, peer: int) -> None:
+    deadline = time.monotonic() + 10
+    while not endpoint.native.pulse(peer)[4]:
+        assert time.monotonic() < deadline, f"no farewell of rank {peer}"
+        endpoint.native.doorbell_wait(endpoint.native.doorbell_seen(), 20)
+
+
+def remove(endpoint: Endpoint, peer: int) -> None:
+    endpoint.remove_peer(peer)

@@ -111,6 +111,7 @@ class Group:
         self, members: list[Rank], blobs: list[tuple[int, dict[str, int], bytes]], given: tuple[Settings, bool, dict[str, Any]]
     ) -> None:
         self.members = members
+        self.former: list[Rank] = []  # that live on though another one has their name
         self.blobs = blobs  # (process, descriptors, blob) by rank, as they began
         self.given = given
 
@@ -123,15 +124,19 @@ class Group:
             member.ask(body, *arguments)
         return [member.answer() for member in self.members]
 
-    def restart(self, rank: int, *, stale: bool = False, early: Callable[[], None] | None = None) -> None:
+    def restart(self, rank: int, *, stale: bool = False, early: Callable[[], None] | None = None, spare: bool = False) -> Rank:
         """The process of this rank is ended, however it is; a new one under its name is connected to the others, who removed it before.
 
         `stale`: it is given the others' first blobs. `early`: is called when it has begun to work, and nobody has added it yet.
+        `spare`: the old one, which is returned, lives on; a stopped one must be woken before the group ends.
         """
         old = self.members[rank]
-        old.process.kill()
-        old.process.join(10)
-        old.connection.close()
+        if spare:
+            self.former.append(old)
+        else:
+            old.process.kill()
+            old.process.join(10)
+            old.connection.close()
         fresh = start(rank, len(self.members), *self.given)
         self.members[rank] = fresh
         blob = fresh.connection.recv()
@@ -146,6 +151,7 @@ class Group:
             member.call(add_peer, rank, blob)
         if not early:
             fresh.connection.send(None)
+        return old
 
 
 def blob_of(endpoint: Any) -> bytes:
@@ -175,7 +181,8 @@ def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: An
     """`share`: the ranks map each other's regions, as ranks of one node do. `environment`: of their processes; the rest is Endpoint's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "expertwire.fabric.native", "expertwire.fabric.endpoint"])
-    members = []
+    members: list[Rank] = []
+    former: list[Rank] = []
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -193,8 +200,11 @@ def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: An
             if word is not None:
                 for member in members:
                     assert member.connection.recv() == "mapped"
-        yield Group(members, blobs, (settings, share, arguments))
+        group = Group(members, blobs, (settings, share, arguments))
+        former = group.former
+        yield group
     finally:
+        members = [*members, *former]
         for member in members:
             if member.process.is_alive():
                 try:

@@ -93,3 +93,32 @@ def test_memory_of_the_callers_own_in_a_blob_keeps_nobody_out() -> None:
         blob = group[1].call(fault_bodies.blob_with_memory_of_its_own)
         name = group[1].call(fault_bodies.name_of_own)
         assert "memory of its caller's" in group[0].call(fault_bodies.add_and_ask, 1, blob, name)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_what_one_says_that_was_removed_and_wakes_does_not_end_who_has_its_name_now(fenced: bool) -> None:
+    """On local its mappings outlive its removal, so that its words land where those of the newcomer do: that it leaves, and whom it blames.
+
+    Not fenced: it was removed before it could have been missed.
+    """
+    with ranks(3, LOCAL, share=True, heartbeat_ms=100 if fenced else 1000) as group:
+        group.all(bodies.barrier_in_order, 1)
+        os.kill(group[2].pid, signal.SIGSTOP)
+        pid = group[2].pid
+        try:
+            for rank in (0, 1):
+                if fenced:
+                    group[rank].call(bodies.await_silence, 2, 700)
+                group[rank].call(fault_bodies.remove, 2)
+            old = group.restart(2, spare=True)
+            group.all(bodies.barrier_briefly, 10_000)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        old.call(fault_bodies.accuse_and_leave, 1)
+        for rank in (0, 1):
+            assert group[rank].call(fault_bodies.hears_of, 2, 1.0) == (None, False, "ok"), f"rank {rank}"
+        group.all(bodies.barrier_briefly, 10_000)
+        group[2].call(bodies.close_twice)
+        for rank in (0, 1):
+            group[rank].call(fault_bodies.await_farewell, 2)
+            assert group[rank].call(bodies.await_fault, 300) is None

@@ -16,8 +16,11 @@ NAMED_MS_MAX = 9500  # SPEC T19 says 10 s, and the word must still travel
 class Watch:
     """Rank 0 of `size` watches; all beat once a second, at another time each, until they are silenced."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, later: Collection[int] = ()) -> None:
+        """`later`: ranks that are not added yet."""
         self.probe = LivenessProbe(0, size)
+        for rank in set(range(1, size)) - set(later):
+            self.probe.add(rank, 0)
         self.size = size
         self.silent: set[int] = set()
         self.now_ms = 0
@@ -217,10 +220,10 @@ def test_who_comes_back_under_its_name_is_not_held_dead_for_the_one_before() -> 
     watch.ends(3)
     watch.probe.say(1, 3, False)
     watch.named(3000)
-    assert watch.probe.own_verdict() == 4
+    assert watch.probe.own_verdict() == 3
     watch.probe.remove(3)
     watch.until(watch.now_ms + 3000)
-    assert (watch.probe.own_verdict(), watch.probe.state(3)) == (0, "removed")
+    assert (watch.probe.own_verdict(), watch.probe.state(3)) == (None, "removed")
     watch.probe.add(3, watch.now_ms)
     watch.silent.clear()
     watch.until(watch.now_ms + 3000)
@@ -242,3 +245,77 @@ def test_the_end_of_one_that_left_is_not_that_of_who_comes_back_under_its_name()
     watch.probe.remove(2)
     watch.probe.add(2, watch.now_ms)
     assert watch.probe.take_deaths() == []
+
+
+def back_again(rank: int, size: int = 4) -> Watch:
+    """The rank fell silent, was removed here, and another process has come back under its name."""
+    watch = Watch(size)
+    watch.ends(rank)
+    watch.named(3000)
+    watch.probe.remove(rank)
+    watch.probe.add(rank, watch.now_ms)
+    watch.silent.clear()
+    watch.until(watch.now_ms + 2000)
+    assert watch.probe.state(rank) == "watched"
+    return watch
+
+
+def test_a_farewell_of_the_one_before_does_not_end_who_has_its_name_now() -> None:
+    """The one before was stopped in the middle of a store to mapped memory, and wakes."""
+    watch = back_again(3)
+    watch.probe.say(3, leaving=True, old_speaker=True)
+    watch.until(watch.now_ms + 3000)
+    assert (watch.probe.state(3), watch.probe.farewell(3), watch.probe.fault()) == ("watched", False, None)
+    watch.ends(3)  # its connection breaks: that word excuses nothing
+    assert watch.named(watch.now_ms)[:2] == (3, -1)
+
+
+def test_the_farewell_of_who_has_the_name_now_counts() -> None:
+    watch = back_again(3)
+    watch.probe.say(3, leaving=True)
+    watch.until(watch.now_ms + 500)
+    assert (watch.probe.state(3), watch.probe.farewell(3)) == ("left", True)
+
+
+def test_a_verdict_of_the_one_before_names_nobody() -> None:
+    watch = back_again(3)
+    watch.probe.say(3, 1, old_speaker=True)
+    watch.until(watch.now_ms + 3000)
+    assert watch.probe.fault() is None
+    watch.probe.say(2, 3)  # nor does it say whom to hold for the root of the trouble with rank 3
+    assert watch.named(watch.now_ms)[:2] == (3, 2)
+
+
+def test_a_verdict_about_the_one_before_that_comes_late_names_nobody() -> None:
+    watch = back_again(3)
+    watch.probe.say(1, 3, old_accused=True)
+    watch.until(watch.now_ms + 3000)
+    assert (watch.probe.state(3), watch.probe.fault()) == ("watched", None)
+    watch.probe.say(1, 3)
+    assert watch.named(watch.now_ms)[:2] == (3, 1)
+
+
+def test_a_verdict_about_this_rank_under_an_earlier_process_is_none_about_this_one() -> None:
+    watch = Watch(3)
+    watch.probe.say(1, 0, old_accused=True)
+    watch.until(watch.now_ms + 3000)
+    assert watch.probe.fault() is None
+    watch.probe.say(1, 0)
+    assert watch.named(watch.now_ms)[:2] == (0, 1)
+
+
+def test_a_verdict_from_before_its_rank_was_added_here_waits_for_whom_it_is_about() -> None:
+    """Who joins hears of the dead before it knows who has their names now."""
+    watch = Watch(4, later=(3,))
+    watch.probe.say(1, 3, old_accused=True)
+    watch.until(watch.now_ms + 1000)
+    assert (watch.probe.state(3), watch.probe.fault()) == ("absent", None)
+    watch.probe.add(3, watch.now_ms)
+    watch.until(watch.now_ms + 3000)
+    assert (watch.probe.state(3), watch.probe.fault()) == ("watched", None)
+    watch = Watch(4, later=(3,))
+    watch.probe.say(1, 3)
+    watch.until(watch.now_ms + 1000)
+    assert watch.probe.fault() is None
+    watch.probe.add(3, watch.now_ms)
+    assert watch.named(watch.now_ms)[:2] == (3, 1)
