@@ -168,7 +168,7 @@ def test_bench_ep_moves_fp8_rows(tmp_path: Path) -> None:
         (["--combine-config", "8,8,6,128"], "must be less than num_max_nvl_chunked_recv_tokens, which is 8"),
         (["--smoke", "--preset", "slingshot-ep8"], "two shapes; give one"),
         (["--mode", "ll", "--against", "gloo"], "--against gloo with --mode ll; that mode has ht and sync beside it"),
-        (["--against", "ht"], "--against ht with --mode ht; that mode has gloo and sync beside it"),
+        (["--against", "ht"], "--against ht with --mode ht; that mode has gloo and mpi and sync beside it"),
         (["--dtype", "fp8", "--against", "gloo"], "what users write with gloo moves bf16 rows"),
         (["--mode", "ll", "--loop", "1"], "--loop with --mode ll and --dtype bf16; it is of --mode ht and --dtype bf16 alone"),
     ],
