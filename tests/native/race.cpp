@@ -68,6 +68,11 @@ void wire(std::vector<Peer>& peers, std::uint32_t rank) {
     }
 }
 
+bool refused(const char* what, const std::string& why) {
+    std::fprintf(stderr, "race: %s was refused: %s\n", what, why.c_str());
+    return false;
+}
+
 // One dispatch to every rank and its combine. Rows hold 1.0, so that each sum is the number of ranks.
 bool round_trip(runtime::ExchangeDriver& driver, exchange::Exchange& exchange) {
     const std::vector<std::uint16_t> x(tokens * row_bytes / 2, 0x3F80);
@@ -81,8 +86,13 @@ bool round_trip(runtime::ExchangeDriver& driver, exchange::Exchange& exchange) {
     there.num_experts = ranks;
     there.expert_first = {0, 1, 2, 3, 4};
     there.offer_capacity = data_bytes / 2;
+    std::vector<std::byte> spill;  // not needed: the offer has room for all rows
+    there.allocate = [&spill](std::uint64_t bytes) {
+        spill.resize(bytes);
+        return spill.data();
+    };
     const auto dispatch = exchange.dispatch(there, wrong);
-    if (!dispatch) return false;
+    if (!dispatch) return refused("dispatch", wrong);
     driver.run(*dispatch, wait_ns, [] {});
     std::vector<std::uint16_t> out(tokens * row_bytes / 2, 0);
     exchange::CombineRequest back;
@@ -94,7 +104,7 @@ bool round_trip(runtime::ExchangeDriver& driver, exchange::Exchange& exchange) {
     back.offer_offset = data_bytes / 2;
     back.offer_capacity = data_bytes / 2;
     const auto combine = exchange.combine(back, wrong);
-    if (!combine) return false;
+    if (!combine) return refused("combine", wrong);
     driver.run(*combine, wait_ns, [] {});
     for (const std::uint16_t value : out)
         if (value != 0x4080) return false;
