@@ -115,7 +115,7 @@ class Rank:
         """Compile and load before anybody waits: rank 0 first, the others from its cache."""
         for turn in (True, False):
             if (self.rank == 0) == turn:
-                with self.exchange.loading():
+                with self.exchange.launch.loading():
                     work()
             torch.cuda.synchronize()
             dist.barrier()

@@ -18,8 +18,9 @@ from expertwire.ep.cpu.backend import LINGER_MS, Received, context_options
 from expertwire.ep.cpu.pool import Extent
 from expertwire.ep.cpu.sizes import DATA_BYTES
 from expertwire.ep.cuda import failures
-from expertwire.ep.cuda.exchange import Exchange, Route, control_bytes, next_power, row_bytes
+from expertwire.ep.cuda.exchange import Exchange, Route, control_bytes, row_bytes
 from expertwire.ep.cuda.handle import CudaHandle
+from expertwire.ep.cuda.launches import ALIGNMENT_BYTES, dense, next_power
 from expertwire.ep.cuda.low_latency import CudaLowLatency
 from expertwire.ep.cuda.low_latency_exchange import LowLatencyExchange, low_latency_control_bytes
 from expertwire.ep.cuda.pool import DevicePool
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from expertwire.fabric.native import ExchangeHandle
 
 _CONTROL_FLOOR_BYTES = 4096
-ALIGNMENT_BYTES = 16  # of what kernels take: the widest load
 
 
 def shared_device(rank: int, uuids: Sequence[str], share: bool) -> None:
@@ -328,7 +328,7 @@ class CudaBackend:
             return
         if capturing():
             raise StateError(f"{shape[0]} of a shape that is new to this Buffer cannot be recorded into a graph: make one such call before")
-        with self._exchange.loading():
+        with self._exchange.launch.loading():
             launches()
         self._loaded.add(shape)
 
@@ -393,13 +393,6 @@ class CudaBackend:
         start = tensor.data_ptr() - self._data.address
         inside = 0 <= start <= self._data.length - tensor.numel() * tensor.element_size()
         return start if inside and start % ALIGNMENT_BYTES == 0 else None
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy made on the current stream. A lazily negated view is contiguous and has the wrong bytes. One that
-    begins at an odd address is copied, too: the kernel for it would have to be loaded on this rank alone."""
-    tensor = tensor.resolve_neg().contiguous()
-    return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
 def _dense_routing(routing: Routing) -> Routing:

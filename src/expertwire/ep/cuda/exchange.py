@@ -5,16 +5,14 @@ The memory may be a GPU's or, in Triton's interpreter, the host's: the kernels a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from expertwire.ep.config import align_up
+from expertwire.ep.cuda.launches import INDEX_TYPES, UNITS, Launches, alignment_of, next_power
 from expertwire.ep.cuda.symmetric import Symmetric
 from expertwire.ep.kernels import notify, words
 from expertwire.ep.kernels.combine import combine
@@ -25,8 +23,6 @@ from expertwire.ep.kernels.stage import stage
 
 MAILBOXES = 4  # an eager call has been read before the next one of its Buffer begins; the others are for calls that were interrupted
 _RECORD_WORDS = 32
-_INDEX = {torch.int64: tl.int64, torch.int32: tl.int32}
-_UNITS = ((16, 8, tl.int64), (8, 8, tl.int64), (4, 4, tl.int32), (2, 2, tl.int16), (1, 1, tl.int8))  # alignment, bytes, type
 
 
 @dataclass(frozen=True)
@@ -50,11 +46,6 @@ class Route:
     positions: torch.Tensor
     words: torch.Tensor
     counts: torch.Tensor | None
-
-
-def next_power(value: int) -> int:
-    """The least power of two that is at least `value`."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def slot_words(ranks: int, local_experts_max: int) -> int:
@@ -98,9 +89,7 @@ class Exchange:
         self.state = torch.tensor([*head, *control.addresses, *data.addresses], dtype=torch.int64, device=self.device)
         self._fixed = {"R": self.ranks, "RP": next_power(self.ranks)}
         self._slot = {"SLOT": slot_words(self.ranks, local_experts_max)}
-        self._loading = False
-        self._interpreted = bool(triton.knobs.runtime.interpret)
-        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self.launch = Launches()
 
     # ---- operations
 
@@ -112,7 +101,7 @@ class Exchange:
         per_rank, per_expert = counts[: self.ranks], counts[self.ranks :]
         if tokens:
             lines = 32
-            self._launch(
+            self.launch(
                 count_layout,
                 triton.cdiv(tokens, lines),
                 *(self.state.data_ptr(), topk_idx.data_ptr(), per_rank.data_ptr(), per_expert.data_ptr(), in_rank.data_ptr()),
@@ -120,7 +109,7 @@ class Exchange:
                 **self._fixed,
                 TOPK=topk,
                 KP=next_power(topk),
-                ID=_INDEX[topk_idx.dtype],
+                ID=INDEX_TYPES[topk_idx.dtype],
                 LINES=lines,
                 EP=next_power(experts + 1),
                 num_warps=4,
@@ -153,7 +142,7 @@ class Exchange:
         mailbox = None if worst else self._next_mailbox()
         topk = 0 if topk_idx is None else topk_idx.shape[1]
         shape = shape_word(topk, 8 if topk_idx is None else topk_idx.element_size(), topk_weights is not None, row_bytes(scales))
-        self._launch(
+        self.launch(
             notify_dispatch,
             1,
             *(self.state.data_ptr(), in_rank.data_ptr(), per_expert.data_ptr(), prefix.data_ptr(), routing.data_ptr()),
@@ -198,7 +187,7 @@ class Exchange:
             notify.NOTIFY_COMBINE, route, None, (x_offset, 0), weights_offset, 0, 2 * hidden, shape_word(topk, 0, topk > 0, 0)
         )
         first, second = [*(bias.data_ptr() for bias in biases), out.data_ptr(), out.data_ptr()][:2]
-        self._launch(
+        self.launch(
             combine,
             tuning.combine_programs,
             *(self.state.data_ptr(), route.positions.data_ptr(), out.data_ptr()),
@@ -219,9 +208,9 @@ class Exchange:
         """Copy the rows of x that count, and their weights, to places in this rank's data region."""
         bytes_of_row, base = row_bytes(x), self._owners[1].address
         alignment = alignment_of(bytes_of_row, x.data_ptr(), base + to)
-        unit_bytes, unit = _unit(alignment)
+        unit_bytes, unit = UNITS[alignment]
         topk = 0 if weights is None else weights.shape[1]
-        self._launch(
+        self.launch(
             stage,
             max(min(self.tuning.combine_programs, rows), 1),
             *(route.words.data_ptr(), x.data_ptr(), base + to, _address(weights), base + weights_to),
@@ -241,31 +230,6 @@ class Exchange:
 
     # ---- parts
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Operations called inside compile and load their kernels, and launch none."""
-        self._loading = True
-        try:
-            yield
-        finally:
-            self._loading = False
-
-    def _launch(self, kernel: Any, programs: int, *arguments: int, **options: Any) -> None:
-        """Triton's own way binds and hashes the arguments each time, some 30 µs: ours are numbers that are never specialised, so the kernel
-        compiled for these options is the one."""
-        if self._interpreted:
-            kernel[(programs,)](*arguments, **options)
-            return
-        key = (kernel, *options.values())
-        found = self._compiled.get(key)
-        if found is None:
-            compiled = kernel.warmup(*arguments, grid=(programs,), **options)
-            constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
-            found = self._compiled[key] = (compiled, constants)
-        run = found[0][(programs, 1, 1)]  # loads the code, the first time
-        if not self._loading:
-            run(*arguments, *found[1])
-
     def _notify_again(
         self,
         operation: int,
@@ -277,7 +241,7 @@ class Exchange:
         row_bytes: int,
         shape: int,
     ) -> None:
-        self._launch(
+        self.launch(
             notify_again,
             1,
             *(self.state.data_ptr(), route.words.data_ptr(), 0 if mailbox is None else mailbox.data_ptr(), operation),
@@ -304,11 +268,11 @@ class Exchange:
         tuning = self.tuning
         bytes_of_row = row_bytes(x)
         alignment = alignment_of(bytes_of_row, x.data_ptr())
-        unit_bytes, unit = _unit(alignment)
+        unit_bytes, unit = UNITS[alignment]
         topk = 0 if topk_idx is None else topk_idx.shape[1]
         width = 0 if scales is None else scales.shape[1]
         down, across = (0, 0) if scales is None else scales.stride()
-        self._launch(
+        self.launch(
             dispatch,
             tuning.programs,
             *(self.state.data_ptr(), x.data_ptr(), _address(scales), down, across, _address(in_rank), _address(topk_idx)),
@@ -323,7 +287,7 @@ class Exchange:
             ALIGN=alignment,
             TOPK=topk,
             KP=next_power(topk),
-            ID=tl.int64 if topk_idx is None else _INDEX[topk_idx.dtype],
+            ID=tl.int64 if topk_idx is None else INDEX_TYPES[topk_idx.dtype],
             WEIGHTS=topk_weights is not None,
             SCALES=width,
             SP=next_power(width),
@@ -335,18 +299,8 @@ class Exchange:
         return self._boxes[self._box]
 
 
-def alignment_of(*numbers: int) -> int:
-    """The largest power of two up to 16 that divides all of them."""
-    return next(size for size, _, _ in _UNITS if all(number % size == 0 for number in numbers))
-
-
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _unit(alignment: int) -> tuple[int, Any]:
-    """Bytes and type of what a row is moved by."""
-    return next((size, kind) for least, size, kind in _UNITS if alignment >= least)
 
 
 def row_bytes(tensor: torch.Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Launches of kernels whose numbers are never specialised."""
+"""Launches of kernels whose numbers are never specialised, and what such kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
+
+ALIGNMENT_BYTES = 16  # of what kernels take: the widest load
+INDEX_TYPES = {torch.int64: tl.int64, torch.int32: tl.int32}
+UNITS = {16: (8, tl.int64), 8: (8, tl.int64), 4: (4, tl.int32), 2: (2, tl.int16), 1: (1, tl.int8)}  # by alignment: bytes, type of a move
 
 
 class Launches:
@@ -42,3 +48,20 @@ class Launches:
         run = found[0][(programs, 1, 1)]
         if not self._loading:
             run(*arguments, *found[1])
+
+
+def next_power(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def alignment_of(*numbers: int) -> int:
+    """The largest power of two up to 16 that divides all of them."""
+    return next(size for size in UNITS if all(number % size == 0 for number in numbers))
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy made on the current stream. A lazily negated view is contiguous and has the wrong bytes. One that
+    begins at an odd address is copied, too: the kernel for it would have to be loaded on this rank alone."""
+    tensor = tensor.resolve_neg().contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from expertwire.ep.cpu.low_latency import Sent
+from expertwire.ep.cuda.launches import ALIGNMENT_BYTES, dense
 from expertwire.ep.cuda.low_latency_exchange import EXPERTS_MAX, THIRDS, TOKENS_MAX, LowLatencyExchange, LowRoute, Shape, needed_bytes
 from expertwire.ep.kernels import low_latency_words as low_words
 from expertwire.ep.kernels import words
 from expertwire.ep.low_latency_handle import LowLatencyHandle
 from expertwire.errors import CapacityError, DeadlineError, InvalidArgumentError, MismatchError, StateError
 
-ALIGNMENT_BYTES = 16  # of what kernels take: the widest load
 _FIELDS = ("the number of the call", "the operation", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk")
 _HEADER = (*_FIELDS, "the format of rows (use_fp8, round_scale, use_ue8m0)", "the handle (number of its dispatch)")
 _ROUTING = {
@@ -53,12 +53,6 @@ def raise_recorded(record: torch.Tensor, rank: int) -> None:
     if status == low_words.S_MISSING.value:
         raise MismatchError(f"rank {rank}: rank {peer} brought back {got} rows of {want} that were sent there")
     raise MismatchError(f"rank {rank}: ranks disagree on {_HEADER[status // 16]}: {want} elsewhere, rank {peer} has {got}")
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and where every rank's lies alike: kernels differ by alignment, and what has been loaded is to be enough."""
-    dense = tensor.resolve_neg().contiguous()
-    return dense.clone() if dense.data_ptr() % ALIGNMENT_BYTES else dense
 
 
 class CudaLowLatency:
@@ -112,7 +106,7 @@ class CudaLowLatency:
         shape = Shape(tokens_max, x.shape[1], num_experts, topk_idx.shape[1], row_format)
         self._fits(shape, x.shape[0])
         number = self._begin("low_latency_dispatch", hook)
-        x, topk_idx = aligned(x), aligned(topk_idx)
+        x, topk_idx = dense(x), dense(topk_idx)
         self._load(x, topk_idx, shape)
         made = exchange.dispatch(x, topk_idx, shape, statistics, wait_ns, hook)
 
@@ -150,7 +144,7 @@ class CudaLowLatency:
             )
         start = self._rows_of(x, zero_copy)
         number = self._begin("low_latency_combine", hook)
-        x, topk_idx, weights = x if start else aligned(x), aligned(topk_idx), aligned(weights)
+        x, topk_idx, weights = x if start else dense(x), dense(topk_idx), dense(weights)
         into = out
         if into is None or into.data_ptr() % ALIGNMENT_BYTES:
             into = torch.empty((route.tokens, route.shape.hidden), dtype=torch.bfloat16, device=exchange.device)

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton.language as tl
 
 from expertwire.ep.config import SCALE_COLUMNS, align_up
-from expertwire.ep.cuda.exchange import alignment_of, next_power
-from expertwire.ep.cuda.launches import Launches
+from expertwire.ep.cuda.launches import INDEX_TYPES, UNITS, Launches, alignment_of, next_power
 from expertwire.ep.cuda.symmetric import DeviceBytes, Symmetric, device_tensor
 from expertwire.ep.kernels import low_latency_words as low_words
 from expertwire.ep.kernels import words
@@ -32,8 +30,6 @@ _PARTS = THIRDS + 1  # of the data region: the thirds, and the combine buffer
 _RECORD_WORDS = 32
 _ALIGNMENT = 128
 _COUNTED = 16  # experts whose rows a program counts at once
-_INDEX = {torch.int64: tl.int64, torch.int32: tl.int32}
-_UNITS = {16: (8, tl.int64), 8: (8, tl.int64), 4: (4, tl.int32), 2: (2, tl.int16), 1: (1, tl.int8)}
 
 
 @dataclass(frozen=True)
@@ -201,7 +197,7 @@ class LowLatencyExchange:
             torch.empty((local, ranks), dtype=torch.int64, device=self.device),
         )
         align = alignment_of(2 * shape.hidden, x.data_ptr())
-        size, unit = _UNITS[align]
+        size, unit = UNITS[align]
         blocks = max(next_power(-(-shape.hidden // SCALE_COLUMNS)), 4)
         topk_power = next_power(topk)
         # Comparisons at once: elements of topk_idx with the experts of a token, or with as many experts as are counted together.
@@ -215,7 +211,7 @@ class LowLatencyExchange:
             **self._fixed,
             TOPK=topk,
             KP=topk_power,
-            ID=_INDEX[topk_idx.dtype],
+            ID=INDEX_TYPES[topk_idx.dtype],
             CHUNK=max(chunk, topk_power, _COUNTED),
             STEP=_COUNTED,
             HIDDEN=shape.hidden,
@@ -251,7 +247,7 @@ class LowLatencyExchange:
         shape, tuning = sent.route.shape, self.tuning
         most = sum(-(-shape.rows_limit(self.rank, self.ranks) // tuning.pack_rows) for _ in range(self.ranks))
         align = alignment_of(shape.row_bytes, sent.rows.data_ptr())
-        size, unit = _UNITS[align]
+        size, unit = UNITS[align]
         self.launch(
             low_latency_pack,
             max(min(most, tuning.pack_programs), 1),
@@ -289,7 +285,7 @@ class LowLatencyExchange:
         made = Combine(route, owner, call, call + 8 * call_words, call + 8 * (call_words + slots), out)
         most = -(-shape.rows_limit(self.rank, ranks) * ranks // tuning.pack_rows)
         align = alignment_of(2 * shape.hidden, x)
-        size, unit = _UNITS[align]
+        size, unit = UNITS[align]
         self.launch(
             low_latency_return,
             max(min(most, tuning.pack_programs), 1),
@@ -297,7 +293,7 @@ class LowLatencyExchange:
             *(made.found, made.kept, route.tokens, shape.tokens_max, shape.experts, _address(waits)),
             **self._fixed,
             TOPK=shape.topk,
-            ID=_INDEX[topk_idx.dtype],
+            ID=INDEX_TYPES[topk_idx.dtype],
             HIDDEN=shape.hidden,
             GROUP=tuning.pack_rows,
             ROW=2 * shape.hidden // size,
