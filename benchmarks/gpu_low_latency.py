@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+import gpu_ranks
 import torch
 import torch.distributed as dist
 
@@ -275,37 +273,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--variants", choices=("check", "few", "all"), default="all")
     parser.add_argument("--seconds", type=float, default=60.0, help="no variant is begun after so long")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--no-mps", action="store_true")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
+    gpu_ranks.add_arguments(parser)
     options = parser.parse_args()
     if options.rank >= 0:
         worker(options)
         return 0
-    with tempfile.TemporaryDirectory(prefix="expertwire-") as folder:
-        environment = dict(os.environ)
-        if not options.no_mps:
-            environment |= {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
-            os.makedirs(f"{folder}/pipe")
-            os.makedirs(f"{folder}/log")
-            subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True)
-        command = [sys.executable, __file__, *sys.argv[1:], "--store", f"{folder}/store"]
-        ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(options.ranks)]
-        try:
-            end = time.monotonic() + options.seconds + 30
-            while any(one.poll() is None for one in ranks) and time.monotonic() < end:
-                if any(one.returncode not in (0, None) for one in ranks):
-                    end = min(end, time.monotonic() + 15)
-                time.sleep(0.2)
-        finally:
-            for one in ranks:
-                if one.poll() is None:
-                    one.kill()
-                one.wait()
-            if not options.no_mps:
-                subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=environment, check=False, timeout=20)
-        return max(abs(one.returncode) for one in ranks)
+    return gpu_ranks.run(__file__, options, 30, 15)
 
 
 if __name__ == "__main__":
