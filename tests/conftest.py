@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +15,36 @@ from harness import World
 from leftovers import held, left_over
 
 WATCHED = {"fabric", "ep", "sim"}
+# What pytest-timeout (`timeout`) ends by a signal to Python code is over before this. A call into a library that never comes back heeds no
+# signal, and one such once kept a whole run until it was killed: this ends the process from a thread of C, after writing every stack.
+END_S = 300
+STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="also tests that take gigabytes of memory")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)  # before a test's output is captured
+    # Where the run was begun in the background of a script, or by nohup, these are ignored, and would be in all that tests begin.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    faulthandler.dump_traceback_later(END_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    faulthandler.dump_traceback_later(END_S, exit=True, file=session.config.stash[STDERR])  # the end of it may hang, too
 
 
 @pytest.fixture(autouse=True)
