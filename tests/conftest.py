@@ -16,8 +16,8 @@ from leftovers import held, left_over
 
 WATCHED = {"fabric", "ep", "sim"}
 # What pytest-timeout (`timeout`) ends by a signal to Python code is over before this. A call into a library that never comes back heeds no
-# signal, and one such once kept a whole run until it was killed: this ends the process from a thread of C, after writing every stack.
-END_S = 300
+# signal, and one such once kept a whole run until it was killed: as long after that, a thread of C ends the process and writes every stack.
+END_S = 120
 STDERR = pytest.StashKey[int]()
 
 
@@ -34,9 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def end_within(config: pytest.Config, seconds: float) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True, file=config.stash[STDERR])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    faulthandler.dump_traceback_later(END_S, exit=True, file=item.config.stash[STDERR])
+    end_within(item.config, float(item.config.getoption("timeout") or item.config.getini("timeout")) + END_S)
     try:
         return (yield)
     finally:
@@ -44,7 +48,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    faulthandler.dump_traceback_later(END_S, exit=True, file=session.config.stash[STDERR])  # the end of it may hang, too
+    end_within(session.config, END_S)  # what ends the session's ranks may hang, too
 
 
 @pytest.fixture(autouse=True)
