@@ -137,16 +137,15 @@ def recount(state, counts, alignment, worst, experts, R: tl.constexpr, TOPK: tl.
     mine = typed(tl.load(meta_of(state) + META + T_IDS * R + rank), ID)
     local = experts // R + tl.where(rank < experts % R, 1, 0)
     k = tl.arange(0, KP)
-    for start in range(0, local, 32):
-        expert = start + tl.arange(0, 32)
-        raw = tl.zeros([32], tl.int32)
-        for first in range(0, worst, 32):
-            row = first + tl.arange(0, 32)
+    for expert in range(local):
+        raw = tl.zeros([64], tl.int32)
+        for first in range(0, worst, 64):
+            row = first + tl.arange(0, 64)
             ids = tl.load(mine + row[:, None] * TOPK + k[None, :], mask=(row < worst)[:, None] & (k < TOPK)[None, :], other=-1)
-            same = (ids[:, :, None] == expert[None, None, :]).to(tl.int32)
-            raw += tl.sum(tl.sum(same, axis=1), axis=0)
-        tl.store(ints_at(counts) + expert, (raw + alignment - 1) // alignment * alignment, mask=expert < local)
-        tl.store(ints_at(counts) + local + expert, raw, mask=expert < local)
+            raw += tl.sum((ids == expert).to(tl.int32), axis=1)
+        rows = tl.sum(raw)
+        tl.store(ints_at(counts) + expert, (rows + alignment - 1) // alignment * alignment)
+        tl.store(ints_at(counts) + local + expert, rows)
 
 
 @kernel
