@@ -41,6 +41,22 @@ class StateError(ExpertwireError, RuntimeError):
     """The object cannot do this now: destroyed, failed, in use, or used from a forked child."""
 
 
+class NotFoundError(InvalidArgumentError, LookupError):
+    """What is named is not known here: an agent that was not added, memory that is not registered. Nothing was started."""
+
+
+class NotAllowedError(StateError):
+    """What is there forbids it: another process under the name of an agent that is known already."""
+
+
+class ActiveError(StateError):
+    """A transfer is still on its way and owns its memory: it cannot be posted again, or let go, before it has ended."""
+
+
+class NotPostedError(StateError):
+    """A transfer that was never posted has no outcome yet."""
+
+
 class MismatchError(ExpertwireError):
     """Ranks disagree: another operation, handle, shape or setting. The message names the ranks and both values."""
 
