@@ -18,7 +18,7 @@ U32 = NDArray[numpy.uint32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """M runs. Run i: `lengths[i]` bytes between `local_offsets[i]` of area `locals_[i]` and `remote_offsets[i]` of the peer's `remotes[i]`."""
+    """M runs: `lengths[i]` bytes between `local_offsets[i]` of area `locals_[i]` and `remote_offsets[i]` of the peer's `remotes[i]`."""
 
     locals_: U32
     local_offsets: U64
