@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from expertwire.transfer.card import Area, Card, Door
     from expertwire.transfer.descriptors import Descriptors
+    from expertwire.transfer.listener import Listener
     from expertwire.transfer.states import TransferState
+    from expertwire.transfer.store import MetadataStore
+    from expertwire.transfer.telemetry import Telemetry
 
-__all__ = ["Area", "Card", "Descriptors", "Door", "TransferState"]
+__all__ = ["Area", "Card", "Descriptors", "Door", "Listener", "MetadataStore", "Telemetry", "TransferState"]
 
 _HOME = {
     "Area": "card",
     "Card": "card",
     "Descriptors": "descriptors",
     "Door": "card",
+    "Listener": "listener",
+    "MetadataStore": "store",
+    "Telemetry": "telemetry",
     "TransferState": "states",
 }
 
