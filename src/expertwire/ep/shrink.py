@@ -108,6 +108,7 @@ class Survivors:
         self._tell_at = self._look_at = 0.0
         self._silence_s = _SILENCE_S
         self._given_up: dict[int, str] = {}
+        self._asleep: set[int] = set()  # not heard for more than a beat
         self._left: Members = frozenset()
         self._hopeless_since: float | None = None
         self._timeout_ms = 0
@@ -224,19 +225,24 @@ class Survivors:
         news = record.version != self._told
         payload = pickle.dumps(record)
         for other in self._others:
-            # One that does not look is told only what it will need when it wakes up.
-            if other not in record.ended and (other not in self._given_up or (news and record.decisions)):
+            # One that does not look is told only what it will need when it wakes up: the little that a provider keeps for it would be full
+            # of words that it has heard before, and the last one, that the others go on without it, would find no room.
+            if other in record.ended or (other in self._asleep and not news):
+                continue
+            if other not in self._given_up or (news and record.decisions):
                 self._mail.send(other, _RECORD, 0, 0, payload)
         self._told = record.version
         self._tell_at = time.monotonic() + _RESEND_S
 
     def _look(self) -> None:
-        ended, left, self._given_up = [], [], {}
+        ended, left, self._given_up, self._asleep = [], [], {}, set()
         for other in self._others:
             if self._ends_are_known and has_ended(self._processes[other], self._processes[self.rank]):
                 ended.append(other)
                 continue
             _, _, _, age_ns, leaving = self._context.pulse(other)
+            if age_ns >= _SILENCE_LEAST_S * 1e9:
+                self._asleep.add(other)
             if leaving:
                 left.append(other)
                 self._given_up[other] = "has closed its Buffer, or gone on without this rank"
