@@ -20,11 +20,31 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from expertwire.cli.launch import start_server
 from leftovers import of_the_core
 
 WORLD_SIZE = 12
+# Beside torch: what ranks of tests and of commands import.
+PRELOADED = (
+    "pytest",
+    "numpy",
+    "expertwire.ep.buffer",
+    "expertwire.fabric.endpoint",
+    "expertwire.cli.bench.arms",
+    "expertwire.cli.bench.paired",
+)
 AFTER_FAILURE_S = 5.0  # how long the other ranks are given once one has failed
 END_S = 5.0
+
+
+def server() -> Any:
+    """The context of the one server that the ranks of all tests are forked from, and of what they launch.
+
+    A process has one, which stays as whoever starts it wants it: without torch each rank of each later test would import that, 2 to 3 s of
+    a core. (Fabric tests that came first had it so: 500 s in a run of the suite.)
+    """
+    start_server(*PRELOADED)
+    return multiprocessing.get_context("forkserver")
 
 
 @dataclass
@@ -130,8 +150,7 @@ class World:
     def _open(self) -> None:
         if self._processes:
             return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "expertwire.ep.buffer"])
+        context = server()
         self._directory = tempfile.TemporaryDirectory(prefix="expertwire-tests-")
         store = str(Path(self._directory.name) / "store")
         for rank in range(self.size):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_commands import expertwire, values
+from cli.test_commands import as_a_process, expertwire, values
 from expertwire.cli.bench.raw import RawSide, raw_loop_path
 from expertwire.cli.main import main
 from expertwire.cli.report import Exit
@@ -127,7 +127,7 @@ def test_bench_ep_loop_verifies_and_counts_what_crossed(tmp_path: Path) -> None:
 
 def test_a_shaped_loopback_or_a_word_why_not(tmp_path: Path) -> None:
     out = tmp_path / "loop.json"
-    done = expertwire(*LOOP, "--shape", "2gbit", "--json", str(out))
+    done = as_a_process(*LOOP, "--shape", "2gbit", "--json", str(out))  # in a network namespace of its own
     if done.returncode == Exit.SKIPPED:
         row = values(out, "wire_utilization")[0]
         assert row["status"] == "skipped"

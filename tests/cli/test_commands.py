@@ -1,7 +1,8 @@
-"""The commands as people run them: real processes, their files, their exit statuses, and an end by Ctrl-C that leaves nothing."""
+"""The commands: their files, their exit statuses, and an end by Ctrl-C that leaves nothing. Of each one test is a process of its own."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import pytest
 
 from cli import targets
 from expertwire.cli.launch import launch
+from expertwire.cli.main import main
 from expertwire.cli.report import Exit
 from expertwire.fabric.config import DEFAULT_TIMEOUT_MS, VARIABLES
 
@@ -30,7 +34,25 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def expertwire(*words: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Done:
+    """What a command said, and its exit status."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def expertwire(*words: str) -> Done:
+    """The command in this process, whose server of ranks has torch: one of its own imports it twice, 6 s of a core."""
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors):
+        status = main(words)
+    return Done(status, out.getvalue(), errors.getvalue())
+
+
+def as_a_process(*words: str) -> subprocess.CompletedProcess[str]:
+    """The command as people run it."""
     command = [sys.executable, "-m", "expertwire.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment())
 
@@ -71,7 +93,7 @@ def of_group(group: int) -> list[int]:
 )
 def test_bench_ep_verifies(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "ep.json"
-    small = ["--tokens", "40", "--hidden", "512", "--experts", "16", "--topk", "4", "--iterations", "3", "--warmup", "1"]
+    small = ["--tokens", "40", "--hidden", "512", "--experts", "16", "--topk", "4", "--iterations", "2", "--warmup", "1"]
     done = expertwire("bench", "ep", *small, *words, "--json", str(out))
     assert done.returncode == Exit.OK, done.stdout + done.stderr
     assert [row["value"] for row in values(out, "verified")] == [1] * (1 + ("gloo" in words))
@@ -88,7 +110,7 @@ def test_bench_ep_verifies(words: list[str], tmp_path: Path) -> None:
 
 def test_bench_ep_smoke_has_its_own_shape(tmp_path: Path) -> None:
     out = tmp_path / "ep.json"
-    done = expertwire("bench", "ep", "--smoke", "--ranks", "2", "--iterations", "1", "--warmup", "0", "--json", str(out))
+    done = as_a_process("bench", "ep", "--smoke", "--ranks", "2", "--iterations", "1", "--warmup", "0", "--json", str(out))
     assert done.returncode == Exit.OK, done.stderr
     row = values(out, "verified")[0]
     assert (row["tokens"], row["hidden"], row["experts"], row["topk"]) == (128, 1024, 64, 4)
@@ -147,7 +169,7 @@ def test_bench_ep_low_latency_verifies(words: list[str], places: list[str], tmp_
 def test_bench_ep_moves_fp8_rows(tmp_path: Path) -> None:
     out = tmp_path / "ep.json"
     done = expertwire(
-        "bench", "ep", "--smoke", "--dtype", "fp8", "--ranks", "2", "--ranks-per-node", "1", "--iterations", "2", "--json", str(out)
+        "bench", "ep", "--smoke", "--dtype", "fp8", "--ranks", "2", "--ranks-per-node", "1", "--iterations", "1", "--json", str(out)
     )
     assert done.returncode == Exit.OK, done.stdout + done.stderr
     assert [row["value"] for name in ("verified", "worst_tokens_verified") for row in values(out, name)] == [1, 1]
@@ -174,8 +196,6 @@ def test_bench_ep_moves_fp8_rows(tmp_path: Path) -> None:
     ],
 )
 def test_bench_ep_refuses_what_cannot_be_meant(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from expertwire.cli.main import main
-
     assert main(["bench", "ep", *words]) == Exit.USAGE
     assert message in capsys.readouterr().err
 
@@ -244,7 +264,7 @@ def test_a_provider_that_is_not_here_is_status_3_or_2() -> None:
 def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     out, text = tmp_path / "demo.json", tmp_path / "text"
     text.write_text("Some words of our own, and some more of the same words, again and again.")
-    done = expertwire("demo", "--tokens", "24", "--ranks", "4", "--ranks-per-node", "2", "--text", str(text), "--json", str(out))
+    done = as_a_process("demo", "--tokens", "24", "--ranks", "4", "--ranks-per-node", "2", "--text", str(text), "--json", str(out))
     assert done.returncode == Exit.OK, done.stdout + done.stderr
     assert [row["value"] for row in values(out, "verified")] == [1, 1]
     assert values(out, "layer_payload_verified")[0]["value"] == 1
@@ -272,7 +292,7 @@ def test_the_demo_takes_a_recorded_routing(tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_demo_cleanly(stage: str, scratch: Path) -> None:
     """Sent to the whole foreground group, as a terminal does, while the server loads torch, the ranks are at work, or they have ended."""
     demo = subprocess.Popen(
-        [sys.executable, "-m", "expertwire.cli", "demo", "--tokens", "64", "--ranks", "4", "--ranks-per-node", "2"],
+        [sys.executable, "-m", "expertwire.cli", "demo", "--tokens", "64", "--ranks", "2", "--ranks-per-node", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

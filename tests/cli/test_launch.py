@@ -18,7 +18,7 @@ from expertwire.cli.launch import RankError, launch
 from expertwire.errors import DeadlineError, InvalidArgumentError
 
 TESTS = Path(__file__).resolve().parents[1]
-GONE_S = 15.0
+GONE_S = 60.0
 
 
 class Watch:
@@ -74,8 +74,8 @@ def test_a_killed_rank_is_named_and_the_others_are_ended() -> None:
 
 def test_a_hanging_rank_is_ended_at_the_deadline() -> None:
     watch = Watch()
-    with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] have not returned within 15 s"):
-        launch(targets.hang, (), 2, on_progress=watch, timeout_s=15)  # beside other tests, a rank may take seconds to begin
+    with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] have not returned within 8 s"):
+        launch(targets.hang, (), 2, on_progress=watch, timeout_s=8)  # beside other tests, a rank may take seconds to begin
     assert len(watch.descriptors) == 2
     watch.assert_gone()
 

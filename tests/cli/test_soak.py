@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cli import targets
-from cli.test_commands import environment, of_group
+from cli.test_commands import environment, expertwire, of_group
 from expertwire.cli.launch import launch
 from expertwire.cli.report import Exit, Report
 from expertwire.cli.soak import fabric as soak_fabric
@@ -167,8 +167,7 @@ def test_delivery_complete_off_is_skipped_in_words_where_nothing_stands_in_for_i
 
 def test_delivery_complete_alternates_and_the_target_counts_where_a_gate_would_need_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    words = command("--delivery-complete", "alternate", "--ranks", "2", "--iterations", "11", "--json", str(path))
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = expertwire("soak", "fabric", "--delivery-complete", "alternate", "--ranks", "2", "--iterations", "11", "--json", str(path))
     assert done.returncode == Exit.OK, done.stderr
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["failures"]["value"] == 0
@@ -179,8 +178,7 @@ def test_delivery_complete_alternates_and_the_target_counts_where_a_gate_would_n
 
 def test_what_the_interface_sent_is_reported_beside_what_we_say(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    words = command("--ranks", "2", "--iterations", "2", "--json", str(path))
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = expertwire("soak", "fabric", "--ranks", "2", "--iterations", "2", "--json", str(path))
     assert done.returncode == Exit.OK, done.stderr
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["interface_bytes"]["value"] > rows["payload_bytes"]["value"]

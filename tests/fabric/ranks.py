@@ -6,7 +6,6 @@ its exception, comes back.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from expertwire.fabric.config import Settings
 from fabric.provider_peer import remove_shared_files
+from harness import server
 from leftovers import LEFT_OVER, held, left_over
 
 ANSWER_S = 60.0
@@ -164,8 +164,7 @@ def add_peer(endpoint: Any, rank: int, blob: bytes) -> None:
 
 def start(rank: int, size: int, settings: Settings, share: bool, arguments: dict[str, Any]) -> Rank:
     """A process that has opened its endpoint and is about to send its blob."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "expertwire.fabric.native", "expertwire.fabric.endpoint"])
+    context = server()
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, rank, size, settings, arguments, share), daemon=True)
     process.start()
@@ -179,8 +178,7 @@ def start(rank: int, size: int, settings: Settings, share: bool, arguments: dict
 @contextmanager
 def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: Any) -> Iterator[Group]:
     """`share`: the ranks map each other's regions, as ranks of one node do. `environment`: of their processes; the rest is Endpoint's."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "expertwire.fabric.native", "expertwire.fabric.endpoint"])
+    context = server()
     members: list[Rank] = []
     former: list[Rank] = []
     try:
