@@ -19,7 +19,7 @@ from harness import Rank
 
 def called_within(rank: Rank, node_of: Sequence[int], action: str) -> dict[str, Any]:
     """Rank 0 waits alone in a dispatch when a signal handler there calls its Buffer: `action` of it, then raises SystemExit."""
-    buffer = Buffer(rank.group, 4 << 20, node_of=node_of, timeout_ms=6000)
+    buffer = Buffer(rank.group, 4 << 20, node_of=node_of, timeout_ms=20_000)
     round_trip(buffer, rank.rank)
     if rank.rank > 0:
         rank.kept["called within"] = buffer

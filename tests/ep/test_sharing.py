@@ -63,9 +63,9 @@ def test_teardown_in_another_order_on_each_rank(world: World, node_of: tuple[int
 def test_a_signal_handler_within_a_call_can_destroy(world: World, node_of: tuple[int, ...]) -> None:
     out = world.run(2, odd.called_within, node_of, "destroy")[0]
     assert "error" not in out
-    assert out["took_s"] < 2, "it waits for nothing, least of all for the call that it interrupts"
+    assert out["took_s"] < 10, "it waits for nothing, least of all for the call that it interrupts"
     assert out["closed"], "released as soon as that call ends"
-    assert out["left_s"] < 5
+    assert out["left_s"] < 10
     assert "destroyed" in out["later"][2]
     world.run(2, odd.end_of_called_within)
 
@@ -74,7 +74,7 @@ def test_a_signal_handler_within_a_call_can_do_nothing_else(world: World) -> Non
     out = world.run(2, odd.called_within, (0, 1), "statistics")[0]
     assert out["error"][0] == "StateError"
     assert "statistics was called within dispatch of the same thread" in out["error"][2]
-    assert out["took_s"] < 2
+    assert out["took_s"] < 10
     world.run(2, odd.end_of_called_within)
 
 

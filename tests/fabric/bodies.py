@@ -285,7 +285,9 @@ def await_fault(endpoint: Endpoint, timeout_ms: int) -> tuple[int, int, str] | N
 
 def await_silence(endpoint: Endpoint, rank: int, age_ms: int) -> None:
     """Until nothing was heard of that rank for so long."""
+    deadline = time.monotonic() + 30
     while endpoint.native.pulse(rank)[3] < age_ms * 1_000_000:
+        assert time.monotonic() < deadline, f"rank {rank} is not silent: heard {endpoint.native.pulse(rank)[3]} ns ago"
         endpoint.native.doorbell_wait(endpoint.native.doorbell_seen(), 20)
 
 

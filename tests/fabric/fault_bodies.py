@@ -11,6 +11,7 @@ from fabric.bodies import counter, data
 from fabric.ranks import COUNTERS, DATA_BYTES
 
 STREAM_BYTES = 1 << 18
+LONG_S = 40.0  # within what the test waits for an answer
 
 
 def now(endpoint: Endpoint) -> Endpoint:
@@ -65,7 +66,9 @@ def stream_until_it_dies(endpoint: Endpoint, victim: int, other: int, more: int)
     Returns (what was raised, whom it names, seconds from the post that failed, statuses of the writes to the other).
     """
     region, raised, fine = data(endpoint), None, set()
+    deadline = time.monotonic() + LONG_S
     while raised is None:
+        assert time.monotonic() < deadline, f"writes to rank {victim} still end well after {LONG_S} s"
         beside = endpoint.write(other, region, "data", STREAM_BYTES, signal=Signal(1, 8))
         posted = time.monotonic()
         try:
@@ -111,7 +114,9 @@ def write_on(endpoint: Endpoint, target: int, value: int) -> tuple[int, str]:
     """Signalled writes, one after the other, until one is refused; how many ended well, and what refused the last."""
     region, done = data(endpoint), 0
     region.numpy("uint8")[:] = value
+    deadline = time.monotonic() + LONG_S
     while True:
+        assert time.monotonic() < deadline, f"{done} writes to rank {target} have ended well, none was refused"
         try:
             endpoint.write(target, region, "data", STREAM_BYTES, signal=Signal(1, 8 * 9)).wait()
             done += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy
 import pytest
@@ -85,7 +86,9 @@ def write_in_order(endpoint: Endpoint, rounds: int, nbytes: int) -> None:
                     signal=Signal(1, 8 * (2 + lane), scope=Scope.QUEUE_PAIR, lane=lane),
                 )
             )
+    deadline = time.monotonic() + 40
     while not all(requests[-1].done for requests in posted):
+        assert time.monotonic() < deadline, f"ended by lane: {[sum(r.done for r in requests) for requests in posted]} of {rounds}"
         for requests in posted:
             requests[-1].poll()
             done = [request.done for request in reversed(requests)][::-1]  # looked at from the last: what it sees done was done before

@@ -80,8 +80,9 @@ def serve(kind: str, options: dict[str, Any], pipe: Connection) -> None:
         if command == "signal_later":  # answered at once; the signal leaves after some milliseconds of the other side's sleep
             pipe.send(None)
             time.sleep(arguments[0])
-            while side.probe.post("signal", 0, 0, remote=WORDS, operand=1)[0] == "again":
-                side.probe.poll()
+            end = time.monotonic() + DEADLINE_S
+            while side.probe.post("signal", 0, 0, remote=WORDS, operand=1)[0] == "again" and time.monotonic() < end:
+                side.probe.poll()  # where it never leaves, the other side says that nothing woke it
             continue
         pipe.send(_answer(side, arrivals, command, arguments))
 

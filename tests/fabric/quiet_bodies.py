@@ -226,7 +226,9 @@ def close_under_waits(endpoint: Endpoint, peer: int) -> dict[str, str]:
         worker.start()
     inside.wait()
     before = endpoint.statistics().requests_submitted
+    deadline = time.monotonic() + 20
     while endpoint.statistics().requests_submitted < before + 20:  # the submitter is at work, so the others have begun as well
+        assert time.monotonic() < deadline, f"{endpoint.statistics().requests_submitted - before} submissions, and no more come"
         endpoint.native.doorbell_wait(endpoint.native.doorbell_seen(), 5)
     endpoint.close(200)
     for worker in workers:

@@ -57,8 +57,8 @@ def signalled_rounds(both: Pair, gate: str, length: int, rounds: int) -> tuple[i
             if in_flight[slot % WINDOW] == 0:
                 free.append(slot % WINDOW)
                 done += 1
+        assert time.monotonic() < end, f"{done} of {rounds} rounds ended"
         if not entries:
-            assert time.monotonic() < end, f"{done} of {rounds} rounds ended"
             both.probe.sleep(1)  # the target may need this core
     looked, early = both._answer()
     return looked, early

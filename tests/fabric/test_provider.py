@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertwire.errors import InvalidArgumentError, StateError, UnavailableError
-from fabric.provider_peer import DATA, DATA_BYTES, WORD_BYTES, WORDS, Pair, Side, pair
+from fabric.provider_peer import DATA, DATA_BYTES, DEADLINE_S, WORD_BYTES, WORDS, Pair, Side, pair
 from fabric.provider_setups import SETUPS, Setup
 
 CLOSE_S = 2.0
+SLEEP_MS = 15_000
 EVERY = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
 WIRE = pytest.mark.parametrize("setup", [SETUPS["tcp-system-atomic"], SETUPS["tcp-wheel-message"]], ids=["system", "wheel"])
 
@@ -70,7 +71,9 @@ def test_signals_add_up_however_many_are_in_flight(both: Pair) -> None:
     before, applied = both.ask("word", 64), both.ask("counters")["signals_applied"]
     count, done, slots = 300, 0, list(range(32))
     posted = 0
+    end = time.monotonic() + DEADLINE_S
     while done < count:
+        assert time.monotonic() < end, f"{done} of {posted} posted signals have ended, of {count}"
         while slots and posted < count:
             outcome, status, _ = both.post("signal", slots[-1], remote=WORDS, remote_offset=64, operand=posted + 1)
             if outcome != "posted":
@@ -94,7 +97,7 @@ def test_notifications_arrive_whole_once_and_name_their_sender(both: Pair) -> No
     for slot, note in enumerate(sent):
         assert both.run("notification", slot=slot, payload=note) == "ok"
     arrived: list[tuple[int, bytes]] = []
-    end = time.monotonic() + 10
+    end = time.monotonic() + DEADLINE_S
     while len(arrived) < len(sent) and time.monotonic() < end:
         arrived += both.ask("arrivals")
     assert arrived == [(0, note) for note in sent]
@@ -108,7 +111,7 @@ def test_a_killed_writer_gives_back_the_region_that_it_was_writing_to_and_a_stop
         with pair("local", {}) as made:
             made.side.store(DATA_BYTES - 1, b"\1")
             made.pipe.send(("write_on",))  # zeros
-            end = time.monotonic() + 10
+            end = time.monotonic() + DEADLINE_S
             while made.side.load(DATA_BYTES - 1, 1) == b"\1":
                 assert time.monotonic() < end, "nothing has been written"
             made.stop()
@@ -164,7 +167,7 @@ def test_what_is_sent_to_a_peer_that_has_not_added_us_arrives_once_it_has(setup:
             turn()
         assert posted == (setup.kind == "local")
         second.connect(first.blob())
-        end = time.monotonic() + 10
+        end = time.monotonic() + DEADLINE_S
         while (not ended or second.word(0) != 5) and time.monotonic() < end:
             turn()
         assert [completion[2] for completion in ended] == ["ok"]
@@ -206,9 +209,9 @@ def test_a_signal_wakes_a_sleeper(both: Pair) -> None:
     both.ask("signal_later", 0.02)
     begin = time.monotonic()
     while both.probe.poll() and both.side.word(0) == before:  # what landed is looked at between the poll and the sleep
-        assert time.monotonic() - begin < 5, "never woken"
-        both.probe.sleep(5000 if both.probe.capabilities()["waits_on_descriptor"] else 1)  # shm has nothing to sleep on
-    assert time.monotonic() - begin < 2.5, "slept on though the signal was there"
+        assert time.monotonic() - begin < DEADLINE_S, "never woken"
+        both.probe.sleep(SLEEP_MS if both.probe.capabilities()["waits_on_descriptor"] else 1)  # shm has nothing to sleep on
+    assert time.monotonic() - begin < SLEEP_MS / 2000, "slept on though the signal was there"
 
 
 @EVERY
@@ -219,7 +222,9 @@ def test_a_full_queue_says_again_and_loses_nothing(setup: Setup) -> None:
         length, count = 512 << 10, 7
         both.side.store(0, payload(1, length * count))
         again = posted = done = 0
+        end = time.monotonic() + DEADLINE_S
         while done < count:
+            assert time.monotonic() < end, f"{done} of {posted} posted writes have ended, of {count}; again: {again}"
             if posted < count:
                 place = posted * length
                 outcome, _, _ = both.post("write", posted, local=DATA, local_offset=place, remote=DATA, remote_offset=place, bytes=length)
@@ -242,7 +247,9 @@ def test_a_target_that_does_not_look_pushes_back_and_gets_everything(setup: Setu
         assert both.run("notification", payload=b"first") == "ok"
         both.pipe.send(("silent", 0.2))
         slots, sent, done = list(range(16)), 0, 0
+        end = time.monotonic() + DEADLINE_S
         while done < len(notes):
+            assert time.monotonic() < end, f"{done} of {sent} posted notifications have ended, of {len(notes)}"
             while slots and sent < len(notes) and both.post("notification", slots[-1], payload=notes[sent])[0] == "posted":
                 slots.pop()
                 sent += 1
@@ -252,7 +259,7 @@ def test_a_target_that_does_not_look_pushes_back_and_gets_everything(setup: Setu
                 done += 1
         assert both._answer() is None
         arrived: list[tuple[int, bytes]] = []
-        end = time.monotonic() + 10
+        end = time.monotonic() + DEADLINE_S
         while len(arrived) <= len(notes) and time.monotonic() < end:
             arrived += both.ask("arrivals")
         assert [note for _, note in arrived] == [b"first", *notes]
@@ -318,12 +325,13 @@ def test_a_killed_peer_ends_in_errors_never_in_success_and_closing_is_quick(setu
             assert {entry[2] for entry in both.collect(4)} == {"peer_dead"}
         elif setup.kind != "local":  # shm says nothing at all: only the deadlines above it end such an operation
             assert both.collect(4, seconds=0.2) == []
-        end = time.monotonic() + 0.5
-        statuses = set()
-        while time.monotonic() < end and "peer_dead" not in statuses:
+        seen = both.probe.capabilities()["detects_death"] or setup.kind == "local"
+        end = time.monotonic() + (DEADLINE_S if seen else 0.2)
+        statuses: set[str] = set()
+        while time.monotonic() < end and not statuses & ({"peer_dead", "would_block"} if seen else {"peer_dead"}):
             statuses.add(both.post("notification", 9, payload=b"anyone?")[1])
             statuses |= {entry[2] for entry in both.probe.poll()[0]}
-        if both.probe.capabilities()["detects_death"] or setup.kind == "local":
+        if seen:
             assert statuses <= {"peer_dead", "would_block", "ok" if setup.kind != "local" else ""}, statuses  # "ok": it was posted, no more
             assert "peer_dead" in statuses or "would_block" in statuses
         else:
@@ -341,7 +349,7 @@ def test_closing_is_quick_with_operations_on_their_way_to_a_stopped_peer(setup: 
             for slot in range(4):
                 both.post("write", slot, local=DATA, remote=DATA, bytes=1 << 20)
             assert both.probe.close() < CLOSE_S
-            assert both.probe.close() < 0.1  # again: nothing happens
+            both.probe.close()  # again: nothing happens
             assert both.post("write", 9, local=DATA, remote=DATA, bytes=8) == ("failed", "closed", 0)
             with pytest.raises(StateError, match="closed"):
                 both.probe.add_peer(1, b"")
@@ -361,7 +369,7 @@ def test_a_removed_peer_is_forgotten_and_can_come_back(setup: Setup) -> None:
         both.probe.add_remote_region(1, 9, blob.probe.region_key(WORDS))
         assert both.post("signal", remote=9, operand=1)[:2] == ("failed", "bad_key")  # that region is not peer 0's
         blob.probe.add_peer(0, both.probe.address())
-        end = time.monotonic() + 10
+        end = time.monotonic() + DEADLINE_S
         while both.probe.post("signal", 4, 1, remote=9, operand=3)[0] == "again" and time.monotonic() < end:
             both.probe.poll()
             blob.probe.poll()
@@ -385,7 +393,7 @@ def test_an_emulated_signal_that_nobody_answers_ends_with_its_peer(setup: Setup)
         both.kill()
         both.probe.poll()
         both.probe.remove_peer(0)
-        finished = both.collect(1, seconds=5)
+        finished = both.collect(1)
         assert [(slot, status) for slot, _, status, _ in finished] == [(3, "peer_dead")]
 
 

@@ -62,7 +62,7 @@ def test_a_stopped_peer_is_removed_while_the_others_go_on() -> None:
                 if victim == 2:
                     group[3].answer()
                 assert set(removals[0][1]) <= FAILED  # type: ignore[index]
-                assert max(removal[0] for removal in removals) < 5.0, f"seconds of each removal: {removals}"  # type: ignore[index]
+                assert max(removal[0] for removal in removals) < 20.0, f"seconds of each removal: {removals}"  # type: ignore[index]
                 counts = group[0].call(bodies.counts)
                 assert counts["endpoints_replaced"] == number
                 assert counts["replacements_failed"] == counts["misuses"] == counts["slots_quarantined"] == 0
@@ -243,7 +243,7 @@ def test_a_pause_of_our_own_is_not_held_against_who_is_told_of_a_replacement() -
             group[0].call(bodies.await_silence, 2, 1200)
             with stopped(group, 1):
                 before = group[0].call(bodies.descriptors)
-                group[0].ask(bodies.remove_at_last, 2)
+                group[0].ask(bodies.remove, 2)
                 deadline = time.monotonic() + 10
                 while len(os.listdir(f"/proc/{group[0].pid}/fd")) < before + 3:
                     assert time.monotonic() < deadline, "rank 0 opens no endpoint"
