@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -45,11 +46,14 @@ struct PyRequest {
     }
 };
 
+void bind_peers(nanobind::class_<PyContext>& cls);  // native_peers.cpp
+
 OpKind parse_kind(const std::string& kind);  // throws Failure
 
 // Submits, waiting up to timeout_ms where the tables are full. Without the GIL. Throws Failure.
 std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t rank, std::span<const ChunkSpec> chunks,
-                                        std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms);
+                                        std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms,
+                                        bool later = false);
 
 // native_batch.cpp
 using OffsetArray =
@@ -58,6 +62,14 @@ std::shared_ptr<PyRequest> submit_batch(const PyContext& self, std::uint32_t ran
                                         std::uint32_t local, std::uint32_t remote, std::uint64_t bytes,
                                         const OffsetArray& offsets, const OffsetArray& remote_offsets,
                                         std::uint32_t lane, std::int64_t timeout_ms);
+
+using NumberArray =
+    nanobind::ndarray<const std::uint32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+std::shared_ptr<PyRequest> submit_arrays(const PyContext& self, std::uint32_t rank, const std::string& kind,
+                                         const NumberArray& locals, const OffsetArray& offsets,
+                                         const NumberArray& remotes, const OffsetArray& remote_offsets,
+                                         const OffsetArray& bytes, const std::optional<nanobind::bytes>& notification,
+                                         std::uint32_t lane, std::int64_t timeout_ms, bool later);
 
 // Raises the pending KeyboardInterrupt, if any. Takes the GIL: call it between wait slices (≤ 50 ms apart).
 void check_signals();

@@ -102,7 +102,8 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
         "provider",    "libraries",        "source_address",  "domain",       "signal_path",  "delivery_complete",
         "trust_order", "rendezvous",       "max_outstanding", "lanes",        "requests_max", "counters",
         "timeout_ms",  "hard_timeout_ms",  "heartbeat_ms",    "silence_ms",   "sync_writes",  "liveness",
-        "endpoints",   "bulk_chunk_bytes", "bulk_window",     "bulk_hold_us", "ordering"};
+        "endpoints",   "bulk_chunk_bytes", "bulk_window",     "bulk_hold_us", "ordering",     "independent",
+        "regions_max", "operations_max"};
     for (auto [key, value] : options) {
         const std::string name = text(key);
         if (std::none_of(std::begin(known), std::end(known), [&](const char* word) { return name == word; }))
@@ -134,6 +135,9 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
         result.bulk_hold_ns = 1000 * static_cast<TimeNs>(nb::cast<std::uint32_t>(options["bulk_hold_us"]));
     take_option(options, "requests_max", result.requests_max);
     take_option(options, "counters", result.counters);
+    take_option(options, "independent", result.independent);
+    take_option(options, "regions_max", result.regions_max);
+    take_option(options, "operations_max", result.operations_max);
     take_ms(options, "timeout_ms", result.timeout_ns);
     result.hard_timeout_ns = 2 * result.timeout_ns;
     take_ms(options, "hard_timeout_ms", result.hard_timeout_ns);
@@ -277,71 +281,23 @@ void bind_regions(Class& cls) {
             [](Self self, std::uint32_t region) { return self.context->region_bytes(RegionId{region}); }, "region"_a,
             Release(), "Its size.")
         .def(
+            "region_key",
+            [](Self self, std::uint32_t region) {
+                std::vector<std::byte> key;
+                {
+                    nb::gil_scoped_release release;
+                    key = self.context->region_key(RegionId{region});
+                }
+                return nb::bytes(key.data(), key.size());
+            },
+            "region"_a, "What announce_region() of a peer takes; b'' where no peer can reach it.")
+        .def(
             "region_fd", [](Self self, std::uint32_t region) { return self.context->region_fd(RegionId{region}); },
             "region"_a, Release(),
             "Its descriptor, borrowed (-1: the caller's memory). Pass it to node peers, do not close it.")
         .def(
             "region_names", [](Self self) { return self.context->region_names(); }, Release(),
             "Names of the shared regions, 'runtime' first: node peers map each of them.");
-}
-
-template <class Class>
-void bind_peers(Class& cls) {
-    using Self = const PyContext&;
-    using Release = nb::call_guard<nb::gil_scoped_release>;
-    cls.def(
-           "blob",
-           [](Self self) {
-               std::vector<std::byte> blob;
-               {
-                   nb::gil_scoped_release release;
-                   blob = self.context->blob();
-               }
-               return nb::bytes(blob.data(), blob.size());
-           },
-           "What the bootstrap carries to every rank: address, regions with keys, pid and start time. Versioned, "
-           "binary.")
-        .def(
-            "add_peer",
-            [](Self self, std::uint32_t rank, nb::bytes blob) {
-                const auto* data = static_cast<const std::byte*>(blob.data());
-                const std::size_t bytes = blob.size();
-                nb::gil_scoped_release release;
-                self.context->add_peer(rank, {data, bytes});
-            },
-            "rank"_a, "blob"_a,
-            "Make the rank reachable and watch whether it lives. Again with a newer blob of the same process: adds "
-            "regions.\n"
-            "Raises InvalidArgumentError (rank, malformed blob), MismatchError (version, rank, size, provider).")
-        .def(
-            "remove_peer", [](Self self, std::uint32_t rank) { self.context->remove_peer(rank); }, "rank"_a, Release(),
-            "Its requests fail, its lanes close; add_peer may follow.")
-        .def(
-            "map_peer",
-            [](Self self, std::uint32_t rank, const std::string& region, int fd) {
-                self.context->map_peer(rank, region, fd);
-            },
-            "rank"_a, "region"_a, "fd"_a, Release(),
-            "Map a node peer's region of that name; the descriptor is only borrowed. Map 'runtime' too: its doorbell "
-            "is there.")
-        .def(
-            "peer_address",
-            [](Self self, std::uint32_t rank, const std::string& region) {
-                return reinterpret_cast<std::uintptr_t>(self.context->peer_memory(rank, region));
-            },
-            "rank"_a, "region"_a, Release(), "Where it is mapped here; 0 if it is not.")
-        .def(
-            "remote_region",
-            [](Self self, std::uint32_t rank, const std::string& region) {
-                return self.context->remote_region(rank, region).value;
-            },
-            "rank"_a, "region"_a, Release(), "The number under which submit() knows a peer's region.")
-        .def(
-            "remote_region_bytes",
-            [](Self self, std::uint32_t rank, const std::string& region) {
-                return self.context->remote_region_bytes(rank, region);
-            },
-            "rank"_a, "region"_a, Release(), "The size that the peer announced.");
 }
 
 template <class Class>
@@ -429,6 +385,16 @@ void bind_records(Class& cls) {
            },
            Release(), "None, or (rank at fault, rank that told or -1, why): the first dead peer, root cause first.")
         .def(
+            "fault_of",
+            [](Self self, std::uint32_t rank) -> std::optional<std::tuple<std::uint32_t, std::string>> {
+                const auto fault = self.context->fault_of(rank);
+                if (!fault) return std::nullopt;
+                return std::make_tuple(fault->rank, fault->why);
+            },
+            "rank"_a, Release(),
+            "None, or (rank at fault, why) of what ends requests to that peer: the root cause among ranks of a job, "
+            "its own death else.")
+        .def(
             "pulse",
             [](Self self, std::uint32_t rank) {
                 const auto pulse = self.context->pulse(rank);
@@ -479,12 +445,12 @@ void bind_records(Class& cls) {
 }  // namespace
 
 std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t rank, std::span<const ChunkSpec> chunks,
-                                        std::span<const ControlSpec> controls, bool delivered,
-                                        std::int64_t timeout_ms) {
+                                        std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms,
+                                        bool later) {
     Context& context = *self.context;
     Engine::Submitted submitted{};
     const bool taken = wait_in_slices(timeout_ms, [&](TimeNs until) {
-        submitted = context.submit(rank, chunks, controls, delivered ? Level::delivered : Level::local, until);
+        submitted = context.submit(rank, chunks, controls, delivered ? Level::delivered : Level::local, until, later);
         return submitted.status != Status::would_block;
     });
     if (!taken) context.fail_full(rank, timeout_ms);
@@ -553,6 +519,14 @@ void bind_context(nb::module_& module) {
              "region\n"
              "`local` at offsets[i] and remote region `remote` at remote_offsets[i] (uint64, one dimension). Otherwise "
              "as submit().")
+        .def(
+            "submit_arrays", &submit_arrays, "rank"_a, "kind"_a, "locals"_a, "offsets"_a, "remotes"_a,
+            "remote_offsets"_a, "bytes"_a, "notification"_a.none(), "lane"_a, "timeout_ms"_a, "later"_a = false,
+            "One logical request of many chunks, from arrays of one length: chunk i is bytes[i] bytes (uint64) between "
+            "offsets[i]\n"
+            "(uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region remotes[i]. later: the "
+            "progress\n"
+            "thread posts them, not this call. Otherwise as submit().")
         .def_prop_ro("rank", [](const PyContext& self) { return self.context->rank(); })
         .def_prop_ro("size", [](const PyContext& self) { return self.context->size(); })
         .def_prop_ro("closed", [](const PyContext& self) { return self.context->closed(); });

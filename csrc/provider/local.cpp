@@ -70,6 +70,14 @@ bool holds(int fd, std::uint64_t bytes) {
     return fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && static_cast<std::uint64_t>(status.st_size) >= bytes;
 }
 
+ControlResult cannot_attach(const std::string& what, const Peer& peer) {
+    return {Status::refused, peer.attach_code,
+            what + " is its caller's own memory, and process " + std::to_string(peer.address.pid) +
+                " may not be attached to: " + std::strerror(peer.attach_code) +
+                " (another user, a container without CAP_SYS_PTRACE, or kernel.yama.ptrace_scope above 0); create the "
+                "memory with region(), or use a libfabric provider"};
+}
+
 }  // namespace
 
 std::uint64_t process_word(std::int32_t pid) {
@@ -113,6 +121,7 @@ ControlResult LocalProvider::open() {
     box.magic = Mailbox::kMagic;
     box.secret = address_.secret;
     box.slots = options_.regions_max;
+    address_.box = reinterpret_cast<std::uintptr_t>(mapping.data());
     mailbox_ = std::move(mapping);
     for (std::uint32_t slot = options_.regions_max; slot-- > 0;) free_slots_.push_back(slot);
     datagram_.resize(sizeof(Datagram) + options_.notification_bytes_max);
@@ -176,9 +185,9 @@ std::vector<std::byte> LocalProvider::address(EndpointId endpoint) const {
 std::vector<std::byte> LocalProvider::region_key(RegionId id) const {
     if (!open_now() || id.value >= regions_.size() || !regions_[id.value]) return {};
     const LocalRegion& region = *regions_[id.value];
-    if (!region.file) return {};  // the caller's own memory, which nobody can map
     Key key;
-    key.fd = region.file.get();
+    key.fd = region.file ? region.file.get() : -1;
+    key.address = region.file ? 0 : reinterpret_cast<std::uintptr_t>(region.spec.address);
     key.slot = region.slot;
     key.access = (region.spec.remote_write ? 1u : 0u) | (region.spec.remote_read ? 2u : 0u);
     key.registration = region.registration;
@@ -228,6 +237,21 @@ ControlResult LocalProvider::add_peer(PeerId peer, std::span<const std::byte> ad
     entry->socket_bytes = name_socket(entry->address.name, entry->socket);
     peers_[peer.value] = std::move(entry);
     return {};
+}
+
+bool LocalProvider::may_attach(Peer& peer) const {
+    if (peer.attach != Attach::unknown) return peer.attach == Attach::allowed;
+    peer.attach = Attach::refused;
+    peer.process = File(static_cast<int>(syscall(SYS_pidfd_open, peer.address.pid, 0)));
+    peer.attach_code = errno;
+    if (!peer.process) return false;
+    std::array<std::uint64_t, 2> head{};  // magic, secret
+    const Copied copied =
+        attached(peer, peer.address.box, reinterpret_cast<std::byte*>(head.data()), sizeof(head), OpKind::read);
+    peer.attach_code = copied.code != 0 ? copied.code : EPERM;
+    if (copied.status == Status::ok && head[0] == Mailbox::kMagic && head[1] == peer.address.secret)
+        peer.attach = Attach::allowed;
+    return peer.attach == Attach::allowed;
 }
 
 UserSlot* LocalProvider::claim_user(Mailbox& box) const {
@@ -316,11 +340,18 @@ ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, s
     if (key.magic != Key{}.magic || key.slot >= owner.slots || key.registration == 0 || key.bytes == 0 ||
         key.bytes > kCopyBytesMax)
         return invalid("key of a " + what + " is not one of this version's");
-    if (key.fd < 0)
-        return {Status::refused, 0,
-                what + " is memory of its own, not a memfd: `local` cannot map it; use a libfabric provider"};
     for (const auto& copy : copies_) {
         if (copy.command.remote == id) return {Status::refused, 0, "remote region " + number(id.value) + " is in use"};
+    }
+    if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
+    if (remotes_[id.value] && remotes_[id.value]->peer != peer)
+        return {Status::refused, 0, "remote region " + number(id.value) + " belongs to another peer"};
+    if (key.fd < 0) {
+        if (key.address == 0 || key.bytes > ~key.address)
+            return invalid("key of a " + what + " names no memory that can be");
+        if (!may_attach(*peers_[peer.value])) return cannot_attach(what, *peers_[peer.value]);
+        remotes_[id.value] = std::move(remote);
+        return {};
     }
     const File file = open_of(owner.pid, key.fd);
     if (!file)
@@ -329,9 +360,6 @@ ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, s
     if (!holds(file.get(), key.offset + key.bytes)) return {Status::refused, 0, what + " is shorter than its key says"};
     remote->mapping = Mapping::of(file.get(), key.offset, key.bytes);
     if (!remote->mapping) return failed("mmap of a " + what, errno);
-    if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
-    if (remotes_[id.value] && remotes_[id.value]->peer != peer)
-        return {Status::refused, 0, "remote region " + number(id.value) + " belongs to another peer"};
     remotes_[id.value] = std::move(remote);
     return {};
 }

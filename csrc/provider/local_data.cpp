@@ -1,5 +1,7 @@
 // Copies, signals, notifications, and what they leave at their target.
+#include <poll.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <array>
@@ -72,7 +74,7 @@ PostResult LocalProvider::post(const PostCommand& command) {
         ++counters_.again;
         return {PostOutcome::again, Status::would_block, 0};
     }
-    Status status = Status::ok;
+    Copied copied;
     switch (command.kind) {
         case OpKind::write:
         case OpKind::read:
@@ -82,37 +84,60 @@ PostResult LocalProvider::post(const PostCommand& command) {
                 ++counters_.posted;
                 return {};
             }
-            status = copy(command, 0, command.bytes);
+            copied = copy(command, 0, command.bytes);
             break;
         case OpKind::signal:
-            status = signal(command);
+            copied.status = signal(command);
             break;
         case OpKind::notification:
             return notify(command);
     }
-    if (status != Status::ok) return refuse(status);
+    if (copied.status != Status::ok) return refuse(copied.status, copied.code);
     ++counters_.posted;
     done_.push_back({command.ticket, Status::ok, command.level, 0});
     return {};
 }
 
-Status LocalProvider::copy(const PostCommand& command, std::uint64_t done, std::uint64_t bytes) {
+// The kernel copies; who has ended since is not written to under its number, since that is looked at first. A process
+// whose memory is gone although it is registered gets an error here, not a fault.
+Copied LocalProvider::attached(const Peer& peer, std::uint64_t there, std::byte* here, std::uint64_t bytes,
+                               OpKind kind) {
+    pollfd entry{peer.process.get(), POLLIN, 0};  // readable once it has ended (pidfd_open(2))
+    if (::poll(&entry, 1, 0) != 0) return {Status::peer_dead, ESRCH};
+    for (std::uint64_t done = 0; done < bytes;) {
+        iovec mine{here + done, bytes - done};
+        iovec theirs{reinterpret_cast<void*>(there + done), bytes - done};
+        const ssize_t moved = kind == OpKind::write ? process_vm_writev(peer.address.pid, &mine, 1, &theirs, 1, 0)
+                                                    : process_vm_readv(peer.address.pid, &mine, 1, &theirs, 1, 0);
+        if (moved < 0 && errno == ESRCH) return {Status::peer_dead, ESRCH};
+        if (moved < 0) return {Status::io_error, errno};
+        if (moved == 0) return {Status::io_error, EFAULT};
+        done += static_cast<std::uint64_t>(moved);
+    }
+    return {};
+}
+
+Copied LocalProvider::copy(const PostCommand& command, std::uint64_t done, std::uint64_t bytes) {
     const RemoteRegion& remote = *remotes_[command.remote.value];
-    const Use use(*peers_[command.peer.value], remote.key);
-    if (!use) return Status::bad_key;
-    std::byte* there = remote.mapping.data() + command.remote_offset + done;
+    const Peer& peer = *peers_[command.peer.value];
+    const Use use(peer, remote.key);
+    if (!use) return {Status::bad_key, 0};
     std::byte* here = regions_[command.local.value]->spec.address + command.local_offset + done;
+    if (!remote.mapping)
+        return attached(peer, remote.key.address + command.remote_offset + done, here, bytes, command.kind);
+    std::byte* there = remote.mapping.data() + command.remote_offset + done;
     if (command.kind == OpKind::write) {
         std::memcpy(there, here, bytes);
     } else {
         std::memcpy(here, there, bytes);
     }
-    return Status::ok;
+    return {};
 }
 
 Status LocalProvider::signal(const PostCommand& command) {
     Peer& peer = *peers_[command.peer.value];
     const RemoteRegion& remote = *remotes_[command.remote.value];
+    if (!remote.mapping) return Status::invalid;  // words that are added to are mapped
     {
         const Use use(peer, remote.key);
         if (!use) return Status::bad_key;
@@ -165,9 +190,9 @@ void LocalProvider::landed(PeerId id, Peer& peer, bool message) {
     if (options_.landed) options_.landed(id);
 }
 
-void LocalProvider::finish(const PostCommand& command, Status status) {
+void LocalProvider::finish(const PostCommand& command, Status status, int code) {
     --regions_[command.local.value]->in_flight;
-    done_.push_back({command.ticket, status, command.level, 0});
+    done_.push_back({command.ticket, status, command.level, code});
 }
 
 // Round robin over the copies in progress, one quantum a poll: no long copy holds up another.
@@ -176,12 +201,12 @@ void LocalProvider::advance_copies() {
     Copy next = copies_.front();
     copies_.pop_front();
     const std::uint64_t bytes = std::min(kQuantumBytes, next.command.bytes - next.done);
-    const Status status = copy(next.command, next.done, bytes);
+    const Copied copied = copy(next.command, next.done, bytes);
     next.done += bytes;
-    if (status == Status::ok && next.done < next.command.bytes) {
+    if (copied.status == Status::ok && next.done < next.command.bytes) {
         copies_.push_back(next);
     } else {
-        finish(next.command, status);
+        finish(next.command, copied.status, copied.code);
     }
 }
 

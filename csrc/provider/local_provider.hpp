@@ -19,25 +19,27 @@ inline constexpr std::uint32_t kIdsMax = 1u << 20;
 inline constexpr std::uint64_t kCopyBytesMax = std::uint64_t{1} << 40;
 
 struct Address {
-    std::uint32_t magic = 0x31'4c'58'45;  // "EXL1"
+    std::uint32_t magic = 0x32'4c'58'45;  // "EXL2"
     std::int32_t pid = 0;
     std::int32_t mailbox = -1;
     std::uint32_t slots = 0;
     std::uint64_t name = 0;    // of the socket
     std::uint64_t secret = 0;  // not to be seen in /proc/net/unix
+    std::uint64_t box = 0;     // where its process has the mailbox: read there, the secret proves that we may attach
 };
-static_assert(sizeof(Address) == 32);
+static_assert(sizeof(Address) == 40);
 
 struct Key {
-    std::uint32_t magic = 0x31'52'58'45;  // "EXR1"
-    std::int32_t fd = -1;
+    std::uint32_t magic = 0x32'52'58'45;  // "EXR2"
+    std::int32_t fd = -1;                 // of the memfd; -1: the caller's own memory, at `address`
     std::uint32_t slot = 0;
     std::uint32_t access = 0;  // bit 0: write, bit 1: read
     std::uint64_t registration = 0;
     std::uint64_t offset = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t address = 0;
 };
-static_assert(sizeof(Key) == 40);
+static_assert(sizeof(Key) == 48);
 
 struct Datagram {
     std::uint32_t magic = 0x31'44'58'45;  // "EXD1"
@@ -47,9 +49,15 @@ struct Datagram {
 };
 static_assert(sizeof(Datagram) == 24);
 
+// Whether its memory can be reached by process_vm_readv and process_vm_writev; asked once.
+enum class Attach : std::uint8_t { unknown = 0, allowed, refused };
+
 struct Peer {
     Address address;
     Mapping mapping;
+    Attach attach = Attach::unknown;
+    int attach_code = 0;       // why not
+    File process;              // pidfd: a number that a process has again is not its own
     UserSlot* user = nullptr;  // ours, in its mailbox
     sockaddr_un socket{};
     socklen_t socket_bytes = 0;
@@ -67,7 +75,13 @@ struct LocalRegion {
 struct RemoteRegion {
     PeerId peer;
     Key key;
-    Mapping mapping;
+    Mapping mapping;  // none of the caller's own memory
+};
+
+// How a copy ended, and errno behind it.
+struct Copied {
+    Status status = Status::ok;
+    int code = 0;
 };
 
 // A copy that is too long for its post.
@@ -89,7 +103,8 @@ class LocalProvider final : public Provider {
         capabilities_.transmit_queue = options.transmit_queue;
         capabilities_.waits_on_descriptor = true;
         capabilities_.why =
-            "copies into mapped memory, complete when done; long ones overtake each other; signals are C++ atomics";
+            "copies into mapped or attached memory, complete when done; long ones overtake each other; signals are C++ "
+            "atomics";
     }
     ~LocalProvider() override { close(); }
 
@@ -123,12 +138,14 @@ class LocalProvider final : public Provider {
     void set_fence(std::uint64_t name, bool fenced);
     void forgive_dead();
     bool in_use(std::uint32_t slot) const;
-    Status copy(const PostCommand& command, std::uint64_t done, std::uint64_t bytes);
+    bool may_attach(Peer& peer) const;
+    static Copied attached(const Peer& peer, std::uint64_t there, std::byte* here, std::uint64_t bytes, OpKind kind);
+    Copied copy(const PostCommand& command, std::uint64_t done, std::uint64_t bytes);
     Status signal(const PostCommand& command);
     PostResult notify(const PostCommand& command);
     void landed(PeerId id, Peer& peer, bool message);
     void advance_copies();
-    void finish(const PostCommand& command, Status status);
+    void finish(const PostCommand& command, Status status, int code = 0);
     void take_datagrams(std::vector<Arrival>& arrivals);
 
     LocalOptions options_;

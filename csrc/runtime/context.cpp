@@ -16,7 +16,6 @@ namespace expertwire::runtime {
 
 namespace {
 
-constexpr std::uint32_t regions_max = 1024;
 constexpr TimeNs farewell_ns = 1'000'000'000;  // how long close() waits for `leaving` to go out over the fabric
 constexpr TimeNs fault_drain_ns = 300'000'000;
 constexpr TimeNs destructor_drain_ns = 100'000'000;
@@ -47,6 +46,8 @@ void check_options(const ContextOptions& options) {
     within("bulk_hold_us", options.bulk_hold_ns / 1000, 0, 1'000'000);
     within("requests_max", options.requests_max, 16, 1u << 20);
     within("counters", options.counters, 0, 1u << 24);
+    within("regions_max", options.regions_max, 2, 65'536);
+    within("operations_max", options.operations_max, 16, 1u << 20);
     if (options.hard_timeout_ns < options.timeout_ns)
         fail("hard_timeout_ms is " + std::to_string(options.hard_timeout_ns / 1'000'000) + ", below timeout_ms, " +
              std::to_string(options.timeout_ns / 1'000'000) + "; give at least the same");
@@ -59,7 +60,7 @@ std::unique_ptr<Provider> open_provider(const ContextOptions& options, ContextSt
         LocalOptions local;
         local.slots = 2 * options.outstanding_max;
         local.endpoints = options.endpoints;
-        local.regions_max = regions_max;
+        local.regions_max = options.regions_max;
         local.transmit_queue = std::max(options.outstanding_max, 1u);
         // A peer that maps us not only by the provider but as a node peer is rung at once, without its thread's help.
         local.landed = [&state](PeerId peer) {
@@ -94,9 +95,9 @@ EngineLimits engine_limits(const ContextOptions& options) {
     limits.queue_pairs_per_peer_max = lanes;
     limits.outstanding_max = options.outstanding_max;
     limits.requests_max = options.requests_max;
-    limits.queued_max = std::max(options.requests_max, 4096u);
+    limits.queued_max = std::max(options.requests_max, options.operations_max);
     limits.held_max = std::max(options.requests_max, 2 * options.size);
-    limits.regions_max = regions_max;
+    limits.regions_max = options.regions_max;
     limits.hard_timeout_ns = options.hard_timeout_ns;
     limits.bulk_hold_ns = options.bulk_hold_ns;
     return limits;
@@ -152,6 +153,7 @@ Context::Context(const ContextOptions& options) {
     alive.heartbeat_ns = options.heartbeat_ns;
     alive.silence_ns = options.silence_ns;
     alive.use_pidfd = options.liveness == LivenessMode::automatic;
+    alive.independent = options.independent;
     state.liveness = std::make_unique<Liveness>(alive, state.shared);
 }
 
@@ -243,8 +245,8 @@ namespace {
 RegionId free_region(ContextState& state) {
     for (std::uint32_t i = 0; i < state.regions.size(); ++i)
         if (!state.regions[i].address) return RegionId{i};
-    if (state.regions.size() >= regions_max)
-        throw Failure(FailureKind::capacity, "a context holds at most " + std::to_string(regions_max) +
+    if (state.regions.size() >= state.options.regions_max)
+        throw Failure(FailureKind::capacity, "a context holds at most " + std::to_string(state.options.regions_max) +
                                                  " regions, and all are taken; close those that are not needed");
     state.regions.emplace_back();
     return RegionId{static_cast<std::uint32_t>(state.regions.size() - 1)};
@@ -372,6 +374,14 @@ std::byte* Context::region_address(RegionId region) const {
 std::uint64_t Context::region_bytes(RegionId region) const {
     const std::shared_lock lock(state_->tables);
     return state_->region_at(region).bytes;
+}
+
+std::vector<std::byte> Context::region_key(RegionId region) const {
+    check_usable();
+    const std::shared_lock lock(state_->tables);
+    state_->region_at(region);
+    const ControlGuard guard(*state_);
+    return state_->provider->region_key(region);
 }
 
 int Context::region_fd(RegionId region) const {

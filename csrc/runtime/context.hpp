@@ -58,6 +58,21 @@ struct ContextOptions {
     TimeNs silence_ns = 5'000'000'000;         // no heartbeat for so long: dead
     bool sync_writes = false;                  // SPEC T3
     LivenessMode liveness = LivenessMode::automatic;
+    // Ranks are not those of one job: each context gives its peers numbers of its own, and is told by each which one it
+    // has there (`place` of add_peer). No barriers, and a peer's death is its own affair.
+    bool independent = false;
+    std::uint32_t regions_max = 1024;
+    std::uint32_t operations_max = 4096;  // that may be accepted beyond those in flight
+};
+
+// Chunks as arrays of one length: chunk i is bytes[i] between local_offsets[i] of locals[i] and remote_offsets[i] of
+// remotes[i].
+struct ChunkArrays {
+    std::span<const std::uint32_t> locals;
+    std::span<const std::uint64_t> local_offsets;
+    std::span<const std::uint32_t> remotes;
+    std::span<const std::uint64_t> remote_offsets;
+    std::span<const std::uint64_t> bytes;
 };
 
 std::string_view status_name(Status status);
@@ -67,6 +82,7 @@ struct Notification {
     std::vector<std::byte> payload;
 };
 
+struct BlobRegion;    // runtime/blob.hpp
 struct Statistics;    // runtime/statistics.hpp
 struct ContextState;  // runtime/context_state.hpp
 
@@ -101,9 +117,14 @@ class Context {
     std::vector<std::string> region_names() const;  // of memfd regions: their descriptors go to node peers
 
     // ---- peers. What the bootstrap carries: blob() of each rank to every rank, and to node peers the descriptors.
-    std::vector<std::byte> blob() const;  // [control] versioned, bounded, binary
-    void add_peer(std::uint32_t rank,
-                  std::span<const std::byte> blob);  // [control] again with a newer blob: more regions
+    // [control] versioned, bounded, binary. `own_only`: without the users' regions
+    std::vector<std::byte> blob(bool own_only = false) const;
+    // [control] again with a newer blob: more regions. `place`: the number that it gives us, where that is not our rank
+    void add_peer(std::uint32_t rank, std::span<const std::byte> blob, std::optional<std::uint32_t> place = {});
+    // [control] What its owner's region_key() gave, for peers that pass that on by themselves. The same again is the
+    // same.
+    std::vector<std::byte> region_key(RegionId region) const;  // [control] empty: no peer can reach it
+    RemoteRegionId announce_region(std::uint32_t rank, const BlobRegion& region);
     // [control] Its requests fail, its lanes close. Where work of it does not end the endpoint is replaced: other peers
     // are moved over, and blob() is another from then on. Failure(state): that cannot be done, or not yet.
     void remove_peer(std::uint32_t rank);
@@ -131,6 +152,8 @@ class Context {
                                   std::span<const std::uint64_t> local_offsets, RemoteRegionId remote,
                                   std::span<const std::uint64_t> remote_offsets, std::uint64_t bytes,
                                   std::uint32_t lane = 0) const;  // [control] many of one size
+    std::vector<ChunkSpec> chunks(std::uint32_t rank, OpKind kind, const ChunkArrays& arrays,
+                                  std::uint32_t lane = 0) const;  // [control] of any regions and sizes
     ControlSpec signal(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t operand,
                        Scope scope = Scope::request, std::uint32_t lane = 0) const;  // [control]
     ControlSpec notification(std::uint32_t rank, std::span<const std::byte> payload, Scope scope = Scope::request,
@@ -139,9 +162,9 @@ class Context {
     Engine::Submitted submit_held(std::uint32_t rank, std::span<const ChunkSpec> chunks,
                                   std::span<const ControlSpec> controls,
                                   Level level);  // [token] would_block: nothing taken
+    // [control] would_block: still full at until_ns, nothing taken. `later`: the thread posts it, not this call
     Engine::Submitted submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
-                             std::span<const ControlSpec> controls, Level level,
-                             TimeNs until_ns);  // [control] would_block: still full at until_ns, nothing taken
+                             std::span<const ControlSpec> controls, Level level, TimeNs until_ns, bool later = false);
     [[noreturn]] void fail_full(std::uint32_t rank, std::int64_t timeout_ms);
     [[noreturn]] void fail_submit(std::uint32_t rank, Status status) const;
     Status status(Ticket request) const;      // [any] one acquire load; `stale` if the record is of another generation
@@ -189,6 +212,7 @@ class Context {
     std::optional<Fault>
     fault();                 // [control] first dead peer, root cause first; may wait <= 500 ms for another's verdict
     bool has_fault() const;  // [any] one load: something is wrong, ask fault()
+    std::optional<Fault> fault_of(std::uint32_t rank) const;  // [control] what ends requests to that peer
     [[noreturn]] void raise_fault(const Fault& fault, std::string_view doing) const;  // Failure(peer) in words
     void publish_call(std::uint64_t sequence,
                       std::uint64_t phase);  // [any] goes out with my pulse: stores now, adds soon

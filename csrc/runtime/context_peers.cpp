@@ -35,13 +35,17 @@ void check_blob(const ContextState& state, const Blob& blob, std::uint32_t rank)
                           rank_text(state.options.rank) + " has " + ours + ": both must be built alike",
                       static_cast<std::int32_t>(rank));
     };
-    if (blob.rank != rank) differ("rank", std::to_string(blob.rank), "been told " + std::to_string(rank));
-    if (blob.size != state.options.size) differ("size", std::to_string(blob.size), std::to_string(state.options.size));
+    if (!state.options.independent && blob.rank != rank)
+        differ("rank", std::to_string(blob.rank), "been told " + std::to_string(rank));
+    if (!state.options.independent && blob.size != state.options.size)
+        differ("size", std::to_string(blob.size), std::to_string(state.options.size));
     if (blob.provider != state.capabilities.provider) differ("provider", blob.provider, state.capabilities.provider);
 }
 
 // Regions of the blob that are new, or were registered anew under the old name.
-void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, std::uint32_t rank) {
+// `asked_for`: else memory of its caller's that cannot be reached keeps nobody out, and remote_region() says so.
+void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, std::uint32_t rank,
+                      bool asked_for = false) {
     for (const BlobRegion& region : blob.regions) {
         if (region.key.empty()) continue;  // remote_region() says so to whoever asks for it
         const auto known = std::find_if(peer.blob.regions.begin(), peer.blob.regions.end(),
@@ -50,8 +54,9 @@ void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, s
             peer.remotes.count(region.name))
             continue;
         const RemoteRegionId id{static_cast<std::uint32_t>(state.remotes.size())};
-        check_control(state.provider->add_remote_region(PeerId{rank}, id, region.key), rank,
-                      "announcing region '" + region.name + "'");
+        const ControlResult result = state.provider->add_remote_region(PeerId{rank}, id, region.key);
+        if (result.status == Status::refused && region.name.starts_with('#') && !asked_for) continue;
+        check_control(result, rank, "announcing region '" + region.name + "'");
         state.remotes.push_back({rank, region.name, region.bytes});
         peer.remotes[region.name] = id;
     }
@@ -124,7 +129,7 @@ const RemoteRegion& ContextState::remote_at(std::uint32_t rank, RemoteRegionId r
     return remotes[remote.value];
 }
 
-std::vector<std::byte> Context::blob() const {
+std::vector<std::byte> Context::blob(bool own_only) const {
     check_usable();
     ContextState& state = *state_;
     const std::shared_lock lock(state.tables);
@@ -139,13 +144,13 @@ std::vector<std::byte> Context::blob() const {
     blob.address = state.provider->address(state.endpoint);
     for (std::uint32_t i = 0; i < state.regions.size(); ++i) {
         const RegionRecord& region = state.regions[i];
-        if (region.address)
+        if (region.address && (!own_only || region.name == "runtime"))
             blob.regions.push_back({region.name, region.bytes, state.provider->region_key(RegionId{i})});
     }
     return encode_blob(blob);
 }
 
-void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
+void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes, std::optional<std::uint32_t> place) {
     check_usable();
     ContextState& state = *state_;
     state.check_rank(rank, "add_peer()");
@@ -154,6 +159,12 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
                       "add_peer() names " + rank_text(rank) + ", which is this rank itself");
     Blob blob = decode_blob(bytes, rank);
     check_blob(state, blob, rank);
+    if (place.has_value() != state.options.independent || place.value_or(0) >= std::max(blob.size, 1u))
+        throw Failure(FailureKind::invalid_argument,
+                      "add_peer() for " + rank_text(rank) + " was given " +
+                          (place ? "place " + std::to_string(*place) : std::string("no place")) +
+                          ": an independent endpoint is told its number there, below the peer's size, " +
+                          std::to_string(blob.size) + "; ranks of a job have one");
     const std::unique_lock lock(state.tables);
     PeerRecord& peer = state.peers[rank];
     const bool again = peer.added.load(std::memory_order_acquire);
@@ -177,13 +188,16 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
                 peer.lanes.push_back(id);
             }
         }
+        // Words there are counted on from what is told: of another place nothing is.
+        if (place.value_or(state.options.rank) != peer.place) peer.told = {};
+        peer.place = place.value_or(state.options.rank);
         announce_regions(state, peer, blob, rank);
+        const SharedLayout theirs{state.options.independent ? blob.size : state.options.size};
         const auto runtime_region = peer.remotes.find("runtime");
-        if (runtime_region == peer.remotes.end() ||
-            state.remotes[runtime_region->second.value].bytes < state.shared_layout.bytes())
+        if (runtime_region == peer.remotes.end() || state.remotes[runtime_region->second.value].bytes < theirs.bytes())
             throw Failure(FailureKind::mismatch,
                           "the blob given for " + rank_text(rank) + " has no region 'runtime' of " +
-                              std::to_string(state.shared_layout.bytes()) + " bytes",
+                              std::to_string(theirs.bytes()) + " bytes",
                           static_cast<std::int32_t>(rank));
         peer.remote_runtime = runtime_region->second;
         if (!again && on_this_host(blob)) state.count_rank_on_host(1);
@@ -193,6 +207,10 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
     if (!again) state.barrier_epoch.compare_exchange_strong(never_begun, blob.barrier_epoch, std::memory_order_relaxed);
     const ProcessIdentity process = blob.process;
     const std::uint64_t instance = blob.instance;
+    for (const BlobRegion& region : peer.blob.regions)  // announced by themselves
+        if (again && std::none_of(blob.regions.begin(), blob.regions.end(),
+                                  [&](const BlobRegion& other) { return other.name == region.name; }))
+            blob.regions.push_back(region);
     peer.blob = std::move(blob);
     peer.added.store(true, std::memory_order_release);
     if (!again) {
@@ -201,6 +219,28 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes) {
         state.pulse_due.store(true, std::memory_order_release);
         state.thread.kick();
     }
+}
+
+RemoteRegionId Context::announce_region(std::uint32_t rank, const BlobRegion& region) {
+    check_usable();
+    ContextState& state = *state_;
+    const std::unique_lock lock(state.tables);
+    state.peer_at(rank);
+    PeerRecord& peer = state.peers[rank];
+    if (region.name.empty() || region.name == "runtime" || region.bytes == 0 || region.key.empty())
+        throw Failure(FailureKind::invalid_argument, "region '" + region.name + "' of " + std::to_string(region.bytes) +
+                                                         " bytes with a key of " + std::to_string(region.key.size()) +
+                                                         " bytes cannot be announced for " + rank_text(rank) +
+                                                         ": a user's region has a name, a size and a key");
+    Blob only;
+    only.regions.push_back(region);
+    {
+        const ControlGuard guard(state);
+        announce_regions(state, peer, only, rank, true);
+    }
+    std::erase_if(peer.blob.regions, [&](const BlobRegion& other) { return other.name == region.name; });
+    peer.blob.regions.push_back(region);
+    return peer.remotes.find(region.name)->second;
 }
 
 namespace {
@@ -283,6 +323,9 @@ void Context::map_peer(std::uint32_t rank, std::string_view region, int fd) {
     ContextState& state = *state_;
     const std::unique_lock lock(state.tables);
     state.peer_at(rank);
+    if (state.options.independent)
+        throw Failure(FailureKind::state,
+                      "an independent endpoint's peers are reached by its provider only, not mapped");
     PeerRecord& peer = state.peers[rank];
     const std::string what = "region '" + std::string(region) + "' of " + rank_text(rank);
     const auto announced = peer.remotes.find(region);

@@ -60,9 +60,9 @@ class Observed {
     void note_word(const PostCommand& command) {
         PeerRecord& peer = state_.peers[command.peer.value];
         if (command.remote != peer.remote_runtime) return;
-        const std::uint32_t rank = state_.options.rank;
-        if (command.remote_offset == state_.shared_layout.barrier_offset(rank)) peer.barrier_told += command.operand;
-        const std::uint64_t base = state_.shared_layout.pulse_offset(rank);
+        const std::uint64_t base = state_.shared_layout.pulse_offset(peer.place);
+        if (!state_.options.independent && command.remote_offset == state_.shared_layout.barrier_offset(peer.place))
+            peer.barrier_told += command.operand;
         for (const PulseWord& word : pulse_words)
             if (command.remote_offset == base + word.offset) peer.told.*word.value += command.operand;
     }
@@ -270,7 +270,7 @@ bool ContextState::send_pulse(std::uint32_t rank, const Liveness::Own& own, Time
         spec.kind = OpKind::signal;
         spec.queue_pair = peer.lanes.back();  // reserved for us: users cannot fill it and silence us
         spec.remote = peer.remote_runtime;
-        spec.remote_offset = shared_layout.pulse_offset(options.rank) + word.offset;
+        spec.remote_offset = shared_layout.pulse_offset(peer.place) + word.offset;
         spec.operand = own.*word.value - peer.told.*word.value;
         adds.push_back(spec);
     }
@@ -325,7 +325,7 @@ bool ContextState::send_barrier(std::uint32_t rank, TimeNs now) {
     spec.scope = Scope::peer;  // behind everything that went to this peer before
     spec.queue_pair = peer.lanes.back();
     spec.remote = peer.remote_runtime;
-    spec.remote_offset = shared_layout.barrier_offset(options.rank);
+    spec.remote_offset = shared_layout.barrier_offset(peer.place);
     spec.operand = barrier_target - peer.barrier_told;
     const Engine::Submitted submitted = submit(rank, {}, {&spec, 1}, Level::delivered, now);
     if (submitted.status == Status::would_block) return false;

@@ -99,6 +99,40 @@ std::vector<ChunkSpec> Context::chunks(std::uint32_t rank, OpKind kind, RegionId
     return specs;
 }
 
+std::vector<ChunkSpec> Context::chunks(std::uint32_t rank, OpKind kind, const ChunkArrays& arrays,
+                                       std::uint32_t lane) const {
+    const std::size_t count = arrays.bytes.size();
+    if (arrays.locals.size() != count || arrays.local_offsets.size() != count || arrays.remotes.size() != count ||
+        arrays.remote_offsets.size() != count)
+        fail_argument(rank, "the arrays of " + std::to_string(count) + " chunks do not all have that length");
+    std::vector<ChunkSpec> specs(count);
+    const std::shared_lock lock(state_->tables);
+    const PeerRecord& peer = state_->peer_at(rank);
+    if (lane >= state_->options.lanes) fail_argument(rank, "lane is " + std::to_string(lane) + ", too high");
+    const RemoteRegion* target = nullptr;
+    const RegionRecord* source = nullptr;
+    for (std::size_t i = 0; i < count; ++i) {
+        // Neighbours are of the same regions, mostly.
+        if (i == 0 || arrays.remotes[i] != arrays.remotes[i - 1])
+            target = &state_->remote_at(rank, RemoteRegionId{arrays.remotes[i]});
+        if (i == 0 || arrays.locals[i] != arrays.locals[i - 1]) source = &state_->region_at(RegionId{arrays.locals[i]});
+        const std::uint64_t bytes = arrays.bytes[i];
+        if (bytes == 0) fail_argument(rank, "chunk " + std::to_string(i) + " has 0 bytes; leave empty chunks out");
+        check_range(rank, "local", source->name, arrays.local_offsets[i], bytes, source->bytes);
+        check_range(rank, "remote", target->name, arrays.remote_offsets[i], bytes, target->bytes);
+        if (target->name == "runtime")
+            fail_argument(rank, "region 'runtime' belongs to the endpoint; no request may reach it");
+        specs[i] = {peer.lanes[lane],
+                    kind,
+                    RegionId{arrays.locals[i]},
+                    arrays.local_offsets[i],
+                    RemoteRegionId{arrays.remotes[i]},
+                    arrays.remote_offsets[i],
+                    bytes};
+    }
+    return specs;
+}
+
 ControlSpec Context::signal(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t operand,
                             Scope scope, std::uint32_t lane) const {
     const std::shared_lock lock(state_->tables);
@@ -152,7 +186,7 @@ Engine::Submitted Context::submit_held(std::uint32_t rank, std::span<const Chunk
 }
 
 Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
-                                  std::span<const ControlSpec> controls, Level level, TimeNs until_ns) {
+                                  std::span<const ControlSpec> controls, Level level, TimeNs until_ns, bool later) {
     ContextState& state = *state_;
     if (state.liveness->has_left(rank)) return {Status::peer_dead, {}};
     while (true) {
@@ -165,6 +199,10 @@ Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec>
                 const Engine::Submitted submitted = state.submit_user(rank, chunks, controls, level, now_ns());
                 // One round posts it; whatever else is to do is for waits and the thread.
                 const bool held_before = state.bulk_held;
+                if (later && submitted.status != Status::would_block && state.thread.running()) {
+                    state.thread.kick();
+                    return submitted;
+                }
                 moved = state.turn(submitted.status == Status::would_block ? caller_turn_ns : 0);
                 if (submitted.status != Status::would_block) {
                     // Neither need end with an event: the thread has to look again by itself.
@@ -202,7 +240,7 @@ void Context::fail_submit(std::uint32_t rank, Status status) const {
                           "rank " + std::to_string(this->rank()) + ", submitting to " + to + ": " + to +
                               " has left: it closed its endpoint, and takes nothing any more",
                           static_cast<std::int32_t>(rank));
-        const auto fault = state_->liveness->fault();
+        const auto fault = fault_of(rank);
         raise_fault(fault ? *fault : Fault{rank, -1, "the engine holds it dead"}, "submitting to " + to);
     }
     if (status == Status::invalid)
@@ -298,7 +336,7 @@ Status Context::wait_slice(Ticket request, TimeNs until_ns) {
 void Context::raise_if_peer_died(Ticket request) {
     const RecordView view = RecordView::unpack(state_->engine->record(request).load(std::memory_order_acquire));
     if (view.generation != request.generation || view.is_terminal() || view.first_error != Status::peer_dead) return;
-    const auto fault = state_->liveness->fault();
+    const auto fault = fault_of(state_->requests[request.slot].rank);
     if (fault) raise_fault(*fault, "waiting for a request that still owns its memory");
 }
 

@@ -48,6 +48,7 @@ struct RemoteRegion {
 struct PeerRecord {
     std::atomic<bool> added{false};
     Blob blob;
+    std::uint32_t place = 0;  // our number there
     std::vector<QueuePairId> lanes;
     std::map<std::string, RemoteRegionId, std::less<>> remotes;
     std::map<std::string, Mapping, std::less<>> mapped;

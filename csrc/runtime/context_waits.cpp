@@ -180,6 +180,9 @@ void Context::fail_quiet(Quiet, std::int64_t timeout_ms) {
 std::uint64_t Context::barrier_begin(TimeNs until_ns) {
     check_usable();
     ContextState& state = *state_;
+    if (state.options.independent)
+        throw Failure(FailureKind::state,
+                      "an independent endpoint has peers, not a job: there is nothing to be at a barrier with");
     const std::lock_guard barrier(state.barrier_mutex);
     {
         const std::shared_lock lock(state.tables);
@@ -268,6 +271,11 @@ void Context::fail_barrier(std::uint64_t epoch, std::int64_t timeout_ms) {
 
 std::optional<Fault> Context::fault() {
     return state_->liveness->fault();
+}
+
+// Among ranks of a job the root cause; else what happened to that peer.
+std::optional<Fault> Context::fault_of(std::uint32_t rank) const {
+    return state_->options.independent ? state_->liveness->fault_of(rank) : state_->liveness->fault();
 }
 
 bool Context::has_fault() const {

@@ -154,6 +154,7 @@ bool Liveness::farewell_of(std::uint32_t rank) const {
 // Whom it holds dead, if that counts. It does not where accuser or accused is another process than has that name now;
 // nor where the accused has removed the accuser: that one was stopped, woke up, and found the accused's endpoint gone.
 std::optional<std::uint32_t> Liveness::verdict_of(std::uint32_t messenger) const {
+    if (options_.independent) return std::nullopt;  // its numbers are its own
     const std::uint64_t word = mine_.pulse(messenger).verdict.load(std::memory_order_acquire);
     const Verdict verdict = Verdict::of(word);
     const std::uint32_t accused = verdict.accused;
@@ -206,6 +207,7 @@ bool Liveness::may_be_earlier(std::uint32_t other, std::uint32_t rank, TimeNs si
 }
 
 bool Liveness::others_decided(std::uint32_t rank, TimeNs since) const {
+    if (options_.independent) return true;
     for (std::uint32_t other = 0; other < peers_.size(); ++other)
         if (other != rank && other != options_.rank && may_be_earlier(other, rank, since)) return false;
     return true;
@@ -219,7 +221,10 @@ bool Liveness::undecided(std::uint32_t rank, TimeNs since) const {
 void Liveness::decide(std::uint32_t rank, Peer& peer, TimeNs now) {
     const bool farewell = farewell_of(rank);
     if (peer.state != PeerState::suspected) {
-        if (farewell && move(peer.state, PeerState::left)) any_left_.store(true, std::memory_order_relaxed);
+        if (!farewell || !move(peer.state, PeerState::left)) return;
+        any_left_.store(true, std::memory_order_relaxed);
+        // Ranks of a job end together, and what is on its way ends by itself. Here somebody may still want something.
+        if (options_.independent) will_not_answer(rank);
         return;
     }
     // It ended because it had seen another one die, and has said so: the other is at fault, and is already declared.
@@ -260,7 +265,8 @@ void Liveness::declare_dead(std::uint32_t rank, std::int32_t told_by, const std:
         peer.why = why;
         will_not_answer(rank);
     }
-    if (verdict_.load(std::memory_order_relaxed) == 0) verdict_.store(verdict_about(rank), std::memory_order_release);
+    if (!options_.independent && verdict_.load(std::memory_order_relaxed) == 0)
+        verdict_.store(verdict_about(rank), std::memory_order_release);
     if (!first_) first_ = Fault{rank, told_by, why};
     decided_.fetch_add(1, std::memory_order_acq_rel);
     has_fault_.store(true, std::memory_order_release);
@@ -269,6 +275,12 @@ void Liveness::declare_dead(std::uint32_t rank, std::int32_t told_by, const std:
 std::optional<Fault> Liveness::fault() const {
     const std::lock_guard lock(mutex_);
     return first_;
+}
+
+std::optional<Fault> Liveness::fault_of(std::uint32_t rank) const {
+    const std::lock_guard lock(mutex_);
+    if (rank >= peers_.size() || peers_[rank].state != PeerState::dead) return std::nullopt;
+    return Fault{rank, -1, peers_[rank].why};
 }
 
 PeerState Liveness::state(std::uint32_t rank) const {
@@ -349,6 +361,7 @@ void Liveness::publish_leaving() {
 }
 
 void Liveness::publish_fenced(std::uint32_t rank, bool fenced) {
+    if (options_.independent) return;  // no verdict counts that this would be held against
     {
         const std::lock_guard lock(mutex_);
         if (peers_[rank].fenced == fenced) return;

@@ -47,6 +47,7 @@ struct LivenessOptions {
     TimeNs silence_ns = 5'000'000'000;
     TimeNs grace_ns = 500'000'000;  // for another rank's verdict or the peer's own farewell to arrive
     bool use_pidfd = true;
+    bool independent = false;  // ContextOptions::independent: a peer's trouble says nothing of another's, nobody judges
 };
 
 class Liveness {
@@ -66,7 +67,8 @@ class Liveness {
     void suspect(std::uint32_t rank, const std::string& why, TimeNs now);
 
     bool has_fault() const { return has_fault_.load(std::memory_order_acquire); }
-    std::optional<Fault> fault() const;  // the first decided
+    std::optional<Fault> fault() const;                       // the first decided
+    std::optional<Fault> fault_of(std::uint32_t rank) const;  // of that peer, where it is dead
     PeerState state(std::uint32_t rank) const;
     bool unreachable(std::uint32_t rank) const;  // dead or left
     bool has_left(std::uint32_t rank) const {    // cheap while nobody has

@@ -94,6 +94,11 @@ class Context:
     def region_bytes(self, region: int) -> int:
         """Its size."""
 
+    def region_key(self, region: int) -> bytes:
+        """
+        What announce_region() of a peer takes; b'' where no peer can reach it.
+        """
+
     def region_fd(self, region: int) -> int:
         """
         Its descriptor, borrowed (-1: the caller's memory). Pass it to node peers, do not close it.
@@ -104,15 +109,22 @@ class Context:
         Names of the shared regions, 'runtime' first: node peers map each of them.
         """
 
-    def blob(self) -> bytes:
+    def blob(self, own_only: bool = False) -> bytes:
         """
         What the bootstrap carries to every rank: address, regions with keys, pid and start time. Versioned, binary.
+        own_only: without the users' regions, which region_key() and announce_region() carry.
         """
 
-    def add_peer(self, rank: int, blob: bytes) -> None:
+    def add_peer(self, rank: int, blob: bytes, place: int | None = None) -> None:
         """
         Make the rank reachable and watch whether it lives. Again with a newer blob of the same process: adds regions.
+        place: of an independent context, the number that the peer gives it.
         Raises InvalidArgumentError (rank, malformed blob), MismatchError (version, rank, size, provider).
+        """
+
+    def announce_region(self, rank: int, name: str, bytes: int, key: bytes) -> int:
+        """
+        The peer's region of that name has that size and key (its region_key()); the number under which submit() knows it.
         """
 
     def remove_peer(self, rank: int) -> None:
@@ -151,6 +163,13 @@ class Context:
         """
         One logical request of many chunks of the same size, from arrays: chunk i is `bytes` bytes between local region
         `local` at offsets[i] and remote region `remote` at remote_offsets[i] (uint64, one dimension). Otherwise as submit().
+        """
+
+    def submit_arrays(self, rank: int, kind: str, locals: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], remotes: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote_offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], notification: bytes | None, lane: int, timeout_ms: int, later: bool = False) -> Request:
+        """
+        One logical request of many chunks, from arrays of one length: chunk i is bytes[i] bytes (uint64) between offsets[i]
+        (uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region remotes[i]. later: the progress
+        thread posts them, not this call. Otherwise as submit().
         """
 
     @property
@@ -204,6 +223,11 @@ class Context:
     def fault(self) -> tuple[int, int, str] | None:
         """
         None, or (rank at fault, rank that told or -1, why): the first dead peer, root cause first.
+        """
+
+    def fault_of(self, rank: int) -> tuple[int, str] | None:
+        """
+        None, or (rank at fault, why) of what ends requests to that peer: the root cause among ranks of a job, its own death else.
         """
 
     def pulse(self, rank: int) -> tuple[int, int, int, int, bool]:

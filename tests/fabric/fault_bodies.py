@@ -124,28 +124,48 @@ def write_on(endpoint: Endpoint, target: int, value: int) -> tuple[int, str]:
             return done, str(error)
 
 
-def blob_with_memory_of_its_own(endpoint: Endpoint) -> bytes:
-    """Of an endpoint that has registered memory which is not a memfd."""
-    endpoint.own = bytearray(4096)  # type: ignore[attr-defined]
+OWN_BYTES = 300_000  # more than the provider copies at the post
+
+
+def blob_with_memory_of_its_own(endpoint: Endpoint) -> tuple[str, bytes]:
+    """Of an endpoint that has registered memory which is not a memfd; its name, and the blob."""
+    endpoint.own = bytearray(OWN_BYTES)  # type: ignore[attr-defined]
     endpoint.registered = endpoint.register(endpoint.own)  # type: ignore[attr-defined]
-    return endpoint.blob()
+    return endpoint.registered.name, endpoint.blob()  # type: ignore[attr-defined]
 
 
-def add_and_ask(endpoint: Endpoint, peer: int, blob: bytes, own: str) -> str:
-    """What is said of the region that cannot be reached; the others can."""
+def add_and_write(endpoint: Endpoint, peer: int, blob: bytes, own: str, value: int) -> None:
     endpoint.add_peer(peer, blob)
-    endpoint.write(peer, data(endpoint), "data", 64).wait()
+    data(endpoint).numpy("uint8", (OWN_BYTES,))[:] = value
+    endpoint.write(peer, data(endpoint), own, 64).wait()
+    endpoint.write(peer, data(endpoint), own, OWN_BYTES - 64, offset=64, remote_offset=64).wait()
+
+
+def read_back(endpoint: Endpoint, peer: int, own: str) -> set[int]:
+    data(endpoint).numpy("uint8")[:] = 0
+    endpoint.read(peer, data(endpoint), own, OWN_BYTES).wait()
+    return set(data(endpoint).numpy("uint8", (OWN_BYTES,)).tolist())
+
+
+def write_own(endpoint: Endpoint, peer: int, own: str) -> str:
+    """What ends a write to it."""
     try:
-        endpoint.write(peer, data(endpoint), own, 64)
-    except StateError as error:
+        endpoint.write(peer, data(endpoint), own, 64).wait()
+    except ExpertwireError as error:
         return str(error)
     return ""
 
 
-def name_of_own(endpoint: Endpoint) -> str:
-    name: str = endpoint.registered.name  # type: ignore[attr-defined]
+def write_whole(endpoint: Endpoint, peer: int) -> None:
+    endpoint.write(peer, data(endpoint), "data", 64).wait()
+
+
+def own_is(endpoint: Endpoint) -> set[int]:
+    return set(endpoint.own)  # type: ignore[attr-defined]
+
+
+def close_own(endpoint: Endpoint) -> None:
     endpoint.registered.close()  # type: ignore[attr-defined]
-    return name
 
 
 def fence_off(endpoint: Endpoint, writer: int, value: int) -> None:

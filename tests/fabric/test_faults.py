@@ -87,12 +87,17 @@ def test_one_that_was_stopped_and_wakes_finds_the_region_closed() -> None:
         assert group[1].call(fault_bodies.fresh_is, 0x11)
 
 
-def test_memory_of_the_callers_own_in_a_blob_keeps_nobody_out() -> None:
-    """Over mapped memory nobody can reach it, and that is said of it alone."""
+def test_memory_of_the_callers_own_is_attached_to_until_it_is_closed() -> None:
+    """On one host it needs no memfd. A key of before the close reaches nothing, and that is said of it alone."""
     with ranks(2, LOCAL) as group:
-        blob = group[1].call(fault_bodies.blob_with_memory_of_its_own)
-        name = group[1].call(fault_bodies.name_of_own)
-        assert "memory of its caller's" in group[0].call(fault_bodies.add_and_ask, 1, blob, name)
+        name, blob = group[1].call(fault_bodies.blob_with_memory_of_its_own)
+        group[0].call(fault_bodies.add_and_write, 1, blob, name, 0x5A)
+        assert group[1].call(fault_bodies.own_is) == {0x5A}
+        assert group[0].call(fault_bodies.read_back, 1, name) == {0x5A}
+        group[1].call(fault_bodies.close_own)
+        assert "bad_key" in group[0].call(fault_bodies.write_own, 1, name)
+        assert group[1].call(fault_bodies.own_is) == {0x5A}
+        group[0].call(fault_bodies.write_whole, 1)
 
 
 @pytest.mark.parametrize("fenced", [True, False])

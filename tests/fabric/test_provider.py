@@ -448,18 +448,23 @@ def test_nothing_that_a_bootstrap_could_bring_is_trusted(alone: Side, noise: byt
                 take(bad)
 
 
-def test_local_memory_that_is_no_file_has_no_key() -> None:
+def test_local_memory_that_is_no_file_is_attached_to() -> None:
     side = Side("local", {})
     side.probe.create_region(5, 4096, mappable=False)
-    assert side.probe.region_key(5) == b""
+    key = bytearray(side.probe.region_key(5))
+    assert key[4:8] == b"\xff" * 4, "no file"
     side.probe.add_peer(0, side.probe.address())
-    key = bytearray(side.probe.region_key(DATA))
-    key[4:8] = (0xFFFFFFFF).to_bytes(4, "little")
-    with pytest.raises(UnavailableError, match="memfd"):
-        side.probe.add_remote_region(0, 6, bytes(key))
-    key[16:24] = bytes(8)
-    with pytest.raises(InvalidArgumentError, match="not one of this version's"):  # 0 is that of a slot without a region
-        side.probe.add_remote_region(0, 6, bytes(key))
+    side.probe.add_remote_region(0, 6, bytes(key))
+    stranger = bytearray(side.probe.address())
+    stranger[32:40] = (int.from_bytes(stranger[32:40], "little") + 8).to_bytes(8, "little")  # where the secret is not
+    side.probe.add_peer(1, bytes(stranger))
+    with pytest.raises(UnavailableError, match=r"may not be attached to.*ptrace_scope"):
+        side.probe.add_remote_region(1, 7, bytes(key))
+    for wrong, says in ((slice(40, 48), "names no memory"), (slice(16, 24), "not one of this version's")):
+        bad = bytearray(key)
+        bad[wrong] = bytes(8)
+        with pytest.raises(InvalidArgumentError, match=says):
+            side.probe.add_remote_region(0, 8, bytes(bad))
     side.probe.close()
 
 

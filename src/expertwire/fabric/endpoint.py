@@ -44,6 +44,9 @@ class Endpoint:
         heartbeat_ms: int = 1000,
         silence_ms: int = 5000,
         requests_max: int = 4096,
+        operations_max: int = 4096,
+        regions_max: int = 1024,
+        independent: bool = False,
     ) -> None:
         """`counters`: 64-bit words that peers' signals add to. `lanes`: ordered queue pairs per peer. `hosts`: how many hosts the ranks
         are on (chooses the interface).
@@ -54,7 +57,11 @@ class Endpoint:
         and begins at most one in `bulk_hold_us` microseconds (0: its whole window, at any time). `write()` and `read()` choose the lane
         by size.
 
-        A peer on another host that has not been heard for `silence_ms` is dead.
+        A peer on another host that has not been heard for `silence_ms` is dead. At most `requests_max` requests are kept, of
+        `operations_max` chunks and controls beside those in flight.
+
+        `independent`: the ranks are no job. This endpoint numbers its peers from 1 as it likes (it is 0 itself), learns from each which
+        number it has there (`place` of `add_peer()`), knows no barrier, and a peer's death is nobody else's.
 
         Raises `InvalidArgumentError`, `UnavailableError` (no such provider here), `CapacityError` (no memory).
         """
@@ -72,6 +79,9 @@ class Endpoint:
             "bulk_window": bulk_window,
             "bulk_hold_us": bulk_hold_us,
             "requests_max": requests_max,
+            "operations_max": operations_max,
+            "regions_max": regions_max,
+            "independent": independent,
             "counters": counters,
             "timeout_ms": self.settings.timeout_ms,
             "hard_timeout_ms": self.settings.hard_timeout(),
@@ -116,24 +126,42 @@ class Endpoint:
         self._kept[number] = memory
         return Region(self, number, f"#{number}", shared=False)
 
+    def register_address(self, address: int, nbytes: int) -> Region:
+        """The same of `nbytes` bytes at an address of this process. Whoever calls keeps the memory until the region is closed."""
+        number = self.native.register_region(address, nbytes)
+        return Region(self, number, f"#{number}", shared=False)
+
     def counters(self) -> Region:
         """The 64-bit words that peers' signals add to (`counters=` of the constructor)."""
         return Region(self, self.native.region("counters"), "counters", shared=True)
 
     # ---- peers
 
-    def blob(self) -> bytes:
-        """What the other ranks need in order to reach this one. Not secret, not executable."""
-        return self.native.blob()
+    def blob(self, *, own_only: bool = False) -> bytes:
+        """What the other ranks need in order to reach this one. Not secret, not executable.
 
-    def add_peer(self, rank: int, blob: bytes) -> None:
+        `own_only`: without the regions, whose keys (`Region.key()`) go another way, to `announce()`.
+        """
+        return self.native.blob(own_only)
+
+    def announce(self, rank: int, name: str, nbytes: int, key: bytes) -> int:
+        """The peer's region `name` has that size and key; the number under which `submit_arrays()` knows it. Anew where it changed.
+
+        Raises `InvalidArgumentError` (malformed), `StateError` (no such peer), `TransferError` (it cannot be reached, and why).
+        """
+        self._remotes.pop((rank, name), None)
+        return self.native.announce_region(rank, name, nbytes, key)
+
+    def add_peer(self, rank: int, blob: bytes, place: int | None = None) -> None:
         """Make `rank` reachable. Again with a newer blob: its new regions. After `remove_peer()` it may be another process under that rank.
+
+        `place`: the number that the peer gives this endpoint, of an independent one.
 
         Who comes back takes the number of the last barrier from the others' blobs, so they have to be made after that barrier.
 
         Raises `InvalidArgumentError` (rank, malformed blob), `MismatchError` (another version, provider or size), `PeerError` (gone).
         """
-        self.native.add_peer(rank, blob)
+        self.native.add_peer(rank, blob, place)
         self._forget(rank)
 
     def remove_peer(self, rank: int) -> None:
@@ -152,8 +180,13 @@ class Endpoint:
         """Start the progress thread. After every `add_peer()` of the bootstrap."""
         self.native.start()
 
-    def fault(self) -> tuple[int, str] | None:
-        """(rank, why) of the first dead peer, the root cause and not its messenger; None while all live."""
+    def fault(self, peer: int | None = None) -> tuple[int, str] | None:
+        """(rank, why) of the first dead peer, the root cause and not its messenger; None while all live.
+
+        `peer`: of what ends requests to that one, which is its own death where peers are independent.
+        """
+        if peer is not None:
+            return self.native.fault_of(peer)
         found = self.native.fault()
         return None if found is None else (found[0], found[2])
 
@@ -257,6 +290,31 @@ class Endpoint:
         target = self._remote(peer, remote)
         native = self.native.submit_batch(peer, "write", region.number, target, nbytes, offsets, remote_offsets, lane, limit)
         return Request(self, native, "write")
+
+    def submit_arrays(
+        self,
+        kind: str,
+        peer: int,
+        locals_: numpy.ndarray[Any, Any],
+        offsets: numpy.ndarray[Any, Any],
+        remotes: numpy.ndarray[Any, Any],
+        remote_offsets: numpy.ndarray[Any, Any],
+        lengths: numpy.ndarray[Any, Any],
+        notification: bytes | None = None,
+        *,
+        lane: int = 0,
+        later: bool = False,
+        timeout_ms: int | None = None,
+    ) -> Request:
+        """One request of N chunks of any regions and sizes, which crosses into the core at once.
+
+        Chunk i is `lengths[i]` bytes between `offsets[i]` of region number `locals_[i]` and `remote_offsets[i]` of the peer's region
+        `remotes[i]` (a number that `announce()` gave). uint32 [N] the regions, uint64 [N] the rest. `later`: the progress thread posts it,
+        so that the call costs bookkeeping only. Waits and raises as `submit()`; `InvalidArgumentError` where a range is not in its region.
+        """
+        limit = self.timeout_ms if timeout_ms is None else timeout_ms
+        native = self.native.submit_arrays(peer, kind, locals_, offsets, remotes, remote_offsets, lengths, notification, lane, limit, later)
+        return Request(self, native, kind)
 
     # ---- waits
 

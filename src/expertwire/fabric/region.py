@@ -49,6 +49,11 @@ class Region:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was deregistered."""
+        return self._closed
+
     def fileno(self) -> int:
         """The memfd behind it, borrowed. Raises `StateError` for the caller's own memory."""
         self.require_open()
@@ -56,6 +61,11 @@ class Region:
         if number < 0:
             raise StateError(f"region {self.name!r} is the caller's memory and has no descriptor")
         return number
+
+    def key(self) -> bytes:
+        """What a peer needs in order to reach it (`Endpoint.announce()`), where it is not in a `blob()`; empty: no peer can."""
+        self.require_open()
+        return self._native.region_key(self.number)
 
     def memoryview(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
         """`nbytes` bytes from `offset`, writable, format 'B'. Raises `InvalidArgumentError` beyond the region."""

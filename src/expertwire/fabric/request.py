@@ -100,6 +100,11 @@ class Request:
         """Whether a wait for it has passed its deadline."""
         return self._native.stalled()
 
+    @property
+    def code(self) -> int:
+        """The provider's own number behind a failure, or 0."""
+        return 0 if self.status() is Status.STALE or self._endpoint.native.closed else self._native.code()
+
     def status(self) -> Status:
         """One local load: no lock, no system call."""
         return _STATUSES[self._native.status()]
@@ -148,13 +153,13 @@ class Request:
         if status is Status.OK:
             return
         message = f"the {self._what} with rank {self.peer} failed: {status.name.lower()}"
-        code = 0 if status is Status.STALE or self._endpoint.native.closed else self._native.code()
+        code = self.code
         if code:
             message += f" (provider's code {code}: {os.strerror(code)})"
         if status in (Status.CANCELLED, Status.ABORTED):
             raise CancelledRequestError(message)
         if status is Status.PEER_DEAD:
-            fault = self._endpoint.fault()
+            fault = self._endpoint.fault(self.peer)
             raise PeerError(f"{message}; {fault[1]}" if fault else message, fault[0] if fault else self.peer)
         if status in (Status.CLOSED, Status.STALE, Status.REFUSED):
             raise StateError(message)
