@@ -14,7 +14,7 @@ import pytest
 from harness import World
 from leftovers import held, left_over
 
-WATCHED = {"fabric", "ep", "sim"}
+WATCHED = {"fabric", "ep", "sim", "transfer"}
 # What pytest-timeout (`timeout`) ends by a signal to Python code is over before this. A call into a library that never comes back heeds no
 # signal, and one such once kept a whole run until it was killed: as long after that, a thread of C ends the process and writes every stack.
 END_S = 120

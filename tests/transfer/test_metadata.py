@@ -31,7 +31,9 @@ AREA = some.builds(
     some.binary(max_size=KEY_BYTES_MAX),
 )
 DOOR = some.builds(Door, NAME, some.integers(1, 65_535), some.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES))
-CARD = some.builds(Card, NAME, some.integers(1, 2**64 - 1), NAME, some.none() | DOOR, some.lists(AREA, max_size=5).map(tuple))
+CARD = some.builds(
+    Card, NAME, some.integers(1, 2**64 - 1), NAME, some.none() | DOOR, some.lists(AREA, max_size=5).map(tuple), some.booleans()
+)
 PIECE = some.tuples(some.integers(1, 2**63), some.integers(1, 2**63 - 1), WORD)
 LIST = some.builds(lambda rows, kind: Descriptors.of(rows, kind), some.lists(PIECE, max_size=8), some.sampled_from(KINDS)) | some.builds(
     lambda rows, kind: Descriptors.of(rows, kind),
@@ -106,8 +108,8 @@ def sealed(kind: int, body: bytes) -> bytes:
 def test_what_a_record_claims_costs_no_memory() -> None:
     """Counts and lengths are compared with the bytes that are there before anything is made of them."""
     bodies = [
-        (1, b"\1a" + struct.pack("<QB", 1, 1) + b"p\0" + struct.pack("<I", AREAS_MAX)),
-        (1, b"\1a" + struct.pack("<QB", 1, 1) + b"p\0" + struct.pack("<I", 2**32 - 1)),
+        (1, b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<I", AREAS_MAX)),
+        (1, b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<I", 2**32 - 1)),
         (2, struct.pack("<BBI", 0, 0, metadata.DESCRIPTORS_MAX)),
         (2, struct.pack("<BBI", 0, 1, 2**32 - 1)),
     ]
@@ -141,15 +143,18 @@ def test_a_pickle_is_refused_unread() -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"\1a" + struct.pack("<QB", 0, 1) + b"p\0" + bytes(4), "instance is 0"),
-        (b"\0" + struct.pack("<QB", 1, 1) + b"p\0" + bytes(4), "name is ''"),
-        (b"\1\xff" + struct.pack("<QB", 1, 1) + b"p\0" + bytes(4), "the agent's name is not UTF-8"),
+        (b"\1a" + struct.pack("<QB", 0, 1) + b"p\0\1" + bytes(4), "instance is 0"),
+        (b"\0" + struct.pack("<QB", 1, 1) + b"p\0\1" + bytes(4), "name is ''"),
+        (b"\1\xff" + struct.pack("<QB", 1, 1) + b"p\0\1" + bytes(4), "the agent's name is not UTF-8"),
         (b"\1a" + struct.pack("<QB", 1, 1) + b"p\2" + bytes(4), "whether there is a door is 2"),
         (b"\1a" + struct.pack("<QB", 1, 1) + b"p\1\1h" + bytes(18) + bytes(4), "a door has a host, a port"),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0" + struct.pack("<IBQQQBH", 1, 9, 1, 1, 0, 1, 0) + b"#", "area 0 is of kind 9"),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0" + struct.pack("<IBQQQBH", 1, 0, 0, 1, 0, 1, 0) + b"#", "area 0: an area of 1 bytes at"),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0" + struct.pack("<IBQQQBH", 1, 0, 1, 1, 0, 1, 257) + b"#" + bytes(257), "257 bytes"),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0" + bytes(5), "1 bytes too many"),
+        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<IBQQQBH", 1, 9, 1, 1, 0, 1, 0) + b"#", "area 0 is of kind 9"),
+        (
+            b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<IBQQQBH", 1, 0, 0, 1, 0, 1, 0) + b"#",
+            "area 0: an area of 1 bytes at",
+        ),
+        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<IBQQQBH", 1, 0, 1, 1, 0, 1, 257) + b"#" + bytes(257), "257 bytes"),
+        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + bytes(5), "1 bytes too many"),
     ],
     ids=["instance", "name", "utf8", "flag", "door", "kind", "area", "key", "end"],
 )

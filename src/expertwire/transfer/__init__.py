@@ -6,16 +6,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from expertwire.transfer.agent import Agent
     from expertwire.transfer.card import Area, Card, Door
     from expertwire.transfer.descriptors import Descriptors
     from expertwire.transfer.listener import Listener
+    from expertwire.transfer.requests import Prepared, Transfer
     from expertwire.transfer.states import TransferState
     from expertwire.transfer.store import MetadataStore
     from expertwire.transfer.telemetry import Telemetry
 
-__all__ = ["Area", "Card", "Descriptors", "Door", "Listener", "MetadataStore", "Telemetry", "TransferState"]
+__all__ = [
+    "Agent",
+    "Area",
+    "Card",
+    "Descriptors",
+    "Door",
+    "Listener",
+    "MetadataStore",
+    "Prepared",
+    "Telemetry",
+    "Transfer",
+    "TransferState",
+]
 
 _HOME = {
+    "Agent": "agent",
     "Area": "card",
     "Card": "card",
     "Descriptors": "descriptors",
@@ -23,6 +38,8 @@ _HOME = {
     "Listener": "listener",
     "MetadataStore": "store",
     "Telemetry": "telemetry",
+    "Prepared": "requests",
+    "Transfer": "requests",
     "TransferState": "states",
 }
 

@@ -58,13 +58,17 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """An agent as others know it. `instance`: of its process and making, never 0; `door`: None where it says nothing about connections."""
+    """An agent as others know it. `instance`: of its process and making, never 0; `door`: None where it says nothing about connections.
+
+    `complete`: all that is registered is on it; else there may be more.
+    """
 
     name: str
     instance: int
     provider: str
     door: Door | None
     areas: tuple[Area, ...]
+    complete: bool = True
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -76,9 +80,16 @@ class Card:
             raise InvalidArgumentError(f"a card lists {len(self.areas)} areas, the limit is {AREAS_MAX}")
 
     def merged(self, newer: Card) -> Card:
-        """Of two cards of one instance: all areas, the newer's where both have one of that name; the newer's door, if it has one."""
-        areas = {area.name: area for area in self.areas} | {area.name: area for area in newer.areas}
-        return replace(newer, door=newer.door or self.door, areas=tuple(areas.values()))
+        """What is known after a newer card of the same instance: what a complete one says, else its areas beside those it is silent of.
+
+        An area of the same name, or of the same memory, is the newer one's: the older was deregistered.
+        """
+        kept: tuple[Area, ...] = ()
+        if not newer.complete:
+            names = {area.name for area in newer.areas}
+            places = {(area.kind, area.address, area.nbytes) for area in newer.areas}
+            kept = tuple(each for each in self.areas if each.name not in names and (each.kind, each.address, each.nbytes) not in places)
+        return replace(newer, door=newer.door or self.door, areas=(*kept, *newer.areas), complete=newer.complete or self.complete)
 
 
 def check_name(name: str) -> str:

@@ -44,7 +44,7 @@ def encode(card: Card) -> bytes:
     else:
         host = card.door.host.encode()
         body += struct.pack("<BB", 1, len(host)) + host + struct.pack("<H", card.door.port) + card.door.token
-    body += struct.pack("<I", len(card.areas))
+    body += struct.pack("<BI", card.complete, len(card.areas))
     for area in card.areas:
         region = area.name.encode()
         body += _AREA.pack(KINDS.index(area.kind), area.address, area.nbytes, area.device, len(region), len(area.key)) + region + area.key
@@ -58,13 +58,16 @@ def decode(data: bytes) -> Card:
     instance = reader.unpack(struct.Struct("<Q"), "the instance")[0]
     provider = reader.text("the provider", reader.byte("the length of the provider"))
     door = _door(reader)
+    complete = reader.byte("whether all is on it")
+    if complete > 1:
+        reader.fail(f"whether all is on it is {complete}; it must be 0 or 1")
     count = reader.unpack(struct.Struct("<I"), "the number of areas")[0]
     if count > AREAS_MAX or count * _AREA.size > reader.left:
         reader.fail(f"it says that {count} areas follow; {reader.left} bytes do, and the limit is {AREAS_MAX}")
     rows = [_area(reader, index) for index in range(count)]
     reader.end()
     try:
-        return Card(name, instance, provider, door, tuple(rows))
+        return Card(name, instance, provider, door, tuple(rows), bool(complete))
     except InvalidArgumentError as error:
         reader.fail(str(error))
 

@@ -1,0 +1,108 @@
+"""Agents by name, by instance, and by the number that this one gave them. Pure: whoever owns it serialises the calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from expertwire.errors import CapacityError, NotAllowedError, NotFoundError
+from expertwire.transfer.card import Card
+
+if TYPE_CHECKING:
+    from expertwire.transfer.memory import RemoteMemory
+
+__all__ = ["Peer", "PeerTable"]
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """Another agent. `number`: under which the core knows it. `card`: None until it is added, and once it is removed.
+
+    `connected`: the core reaches it. `visitor`: it has introduced itself, so it may be using this agent; `introduced`: the other way round.
+    `ended`: why it is over, else "": then its number is another's, and so is its core's error.
+    """
+
+    number: int
+    name: str
+    instance: int
+    card: Card | None = None
+    memory: RemoteMemory | None = field(default=None, repr=False)
+    connected: bool = False
+    visitor: bool = False
+    introduced: bool = False
+    ended: str = ""
+
+
+class PeerTable:
+    """At most `peers_max` at one time, numbered from 1."""
+
+    def __init__(self, peers_max: int) -> None:
+        self._free = list(range(peers_max, 0, -1))
+        self._by_instance: dict[tuple[str, int], Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+        self._by_number: dict[int, Peer] = {}
+        self.peers_max = peers_max
+
+    def all(self) -> list[Peer]:
+        """Whether their card is here or not."""
+        return list(self._by_number.values())
+
+    def names(self) -> list[str]:
+        """Of those whose card is here."""
+        return list(self._by_name)
+
+    def meet(self, name: str, instance: int) -> Peer:
+        """That agent, known or from now on. Raises `CapacityError`."""
+        known = self._by_instance.get((name, instance))
+        if known is not None:
+            return known
+        if not self._free:
+            raise CapacityError(
+                f"{self.peers_max} agents are known and agent {name!r} would be one more; remove some, or give a higher peers_max"
+            )
+        peer = Peer(self._free.pop(), name, instance)
+        self._by_instance[name, instance] = self._by_number[peer.number] = peer
+        return peer
+
+    def add(self, peer: Peer, card: Card) -> None:
+        """Its card is here."""
+        peer.card = card
+        self._by_name[peer.name] = peer
+
+    def check(self, card: Card) -> Peer | None:
+        """Who is known under that name. Raises `NotAllowedError` where that is another process."""
+        known = self._by_name.get(card.name)
+        if known is not None and known.instance != card.instance:
+            raise NotAllowedError(
+                f"agent {card.name!r} is known as another process or endpoint (instance {known.instance:#x}, the card says "
+                f"{card.instance:#x}); remove it first"
+            )
+        return known
+
+    def named(self, name: str) -> Peer:
+        """Raises `NotFoundError`."""
+        found = self._by_name.get(name)
+        if found is None:
+            known = ", ".join(repr(each) for each in sorted(self._by_name)[:8]) or "none"
+            raise NotFoundError(f"agent {name!r} is not known here; known: {known}")
+        return found
+
+    def numbered(self, number: int) -> Peer | None:
+        """Who has that number, if anybody."""
+        return self._by_number.get(number)
+
+    def remove(self, name: str) -> Peer:
+        """It is not known by its name any more. Raises `NotFoundError`."""
+        peer = self.named(name)
+        del self._by_name[name]
+        peer.card = peer.memory = None
+        return peer
+
+    def forget(self, peer: Peer, why: str) -> None:
+        """The core has let it go: its number may be given to another. Its name stays until it is removed."""
+        if peer.ended:
+            return
+        peer.ended, peer.connected = why, False
+        del self._by_instance[peer.name, peer.instance]
+        del self._by_number[peer.number]
+        self._free.append(peer.number)
