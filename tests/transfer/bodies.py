@@ -154,7 +154,7 @@ def again(here: Here, rounds: int) -> None:
     """One prepared transfer, posted again and again with other bytes, each round answered before the next."""
     transfer = here.agent.make("WRITE", here.kept["local"], [0, 1], here.kept["remote"], [0, 1], b"first")
     for epoch in range(1, rounds + 1):
-        here.fill(epoch)
+        here.fill(epoch, 20_000)
         here.agent.post(transfer, b"%d" % epoch)
         transfer.wait()
         assert take(here, 1) == {"b": [b"seen %d" % epoch]}

@@ -5,7 +5,6 @@ A body is a function `body(self, *arguments)` of a module that the processes can
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ import numpy
 
 from expertwire.fabric.config import Settings
 from expertwire.testing.oracle import check_payload, payload, payload_seed
+from harness import server
 from leftovers import LEFT_OVER, held, left_over
 
 ANSWER_S = 60.0
@@ -42,9 +42,9 @@ class Here:
     def base(self) -> int:
         return int(self.arena.ctypes.data)
 
-    def fill(self, epoch: int) -> None:
-        """The arena holds this source's payload of that epoch."""
-        self.arena[:] = payload(payload_seed(self.source, epoch), 0, len(self.arena))
+    def fill(self, epoch: int, nbytes: int = ARENA_BYTES) -> None:
+        """The arena's first bytes are this source's payload of that epoch."""
+        self.arena[:nbytes] = payload(payload_seed(self.source, epoch), 0, nbytes)
 
     def holds(self, place: int, nbytes: int, source: int, epoch: int, offset: int) -> str:
         """ "" where the bytes at `place` are those at `offset` of another's payload, else which is not."""
@@ -103,8 +103,7 @@ class Member:
 
 
 def start(name: str, source: int, settings: Settings, options: dict[str, Any]) -> Member:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "expertwire.fabric.native", "expertwire.transfer.agent"])
+    context = server()
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, name, source, settings, options), daemon=True)
     process.start()
