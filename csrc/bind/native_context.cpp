@@ -301,6 +301,33 @@ void bind_regions(Class& cls) {
 }
 
 template <class Class>
+void bind_submissions(Class& cls) {
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    cls.def("submit", &submit, "rank"_a, "kind"_a, "chunks"_a, "signals"_a, "notification"_a.none(), "delivered"_a,
+            "timeout_ms"_a, Release(),
+            "One logical request. kind: 'write' or 'read'; chunks: [(local region, offset, remote region, offset, "
+            "bytes, lane)];\n"
+            "signals: [(remote region, byte offset (8-aligned), value added, scope 0 request|1 queue pair|2 peer, "
+            "lane)], sent once\n"
+            "what they cover is there; notification: bytes or None, likewise. Full: waits up to timeout_ms, then "
+            "DeadlineError.")
+        .def("submit_batch", &submit_batch, "rank"_a, "kind"_a, "local"_a, "remote"_a, "bytes"_a, "offsets"_a,
+             "remote_offsets"_a, "lane"_a, "timeout_ms"_a,
+             "One logical request of many chunks of the same size, from arrays: chunk i is `bytes` bytes between local "
+             "region\n"
+             "`local` at offsets[i] and remote region `remote` at remote_offsets[i] (uint64, one dimension). Otherwise "
+             "as submit().")
+        .def(
+            "submit_arrays", &submit_arrays, "rank"_a, "kind"_a, "locals"_a, "offsets"_a, "remotes"_a,
+            "remote_offsets"_a, "bytes"_a, "notification"_a.none(), "lane"_a, "timeout_ms"_a, "later"_a = false,
+            "One logical request of many chunks, from arrays of one length: chunk i is bytes[i] bytes (uint64) between "
+            "offsets[i]\n"
+            "(uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region remotes[i]. later: the "
+            "progress\n"
+            "thread posts them, not this call. Otherwise as submit().");
+}
+
+template <class Class>
 void bind_waits(Class& cls) {
     using Self = const PyContext&;
     using Release = nb::call_guard<nb::gil_scoped_release>;
@@ -493,7 +520,9 @@ void bind_context(nb::module_& module) {
         "ordering ('auto', 'gated', 'counted'), max_outstanding, lanes, requests_max, counters, timeout_ms, "
         "hard_timeout_ms, heartbeat_ms, silence_ms, "
         "sync_writes,\n"
-        "liveness ('auto', 'heartbeat').\n"
+        "liveness ('auto', 'heartbeat'), endpoints, bulk_chunk_bytes, bulk_window, bulk_hold_us, operations_max, "
+        "regions_max,\n"
+        "independent (peers are no job: each numbers the others as it likes).\n"
         "Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.");
     bind_regions(cls);
     bind_peers(cls);
@@ -505,31 +534,10 @@ void bind_context(nb::module_& module) {
             "timeout_ms"_a = 2000, Release(),
             "Drain for at most timeout_ms, tell the peers that this rank leaves, stop and release everything. "
             "Idempotent.")
-        .def("submit", &submit, "rank"_a, "kind"_a, "chunks"_a, "signals"_a, "notification"_a.none(), "delivered"_a,
-             "timeout_ms"_a, Release(),
-             "One logical request. kind: 'write' or 'read'; chunks: [(local region, offset, remote region, offset, "
-             "bytes, lane)];\n"
-             "signals: [(remote region, byte offset (8-aligned), value added, scope 0 request|1 queue pair|2 peer, "
-             "lane)], sent once\n"
-             "what they cover is there; notification: bytes or None, likewise. Full: waits up to timeout_ms, then "
-             "DeadlineError.")
-        .def("submit_batch", &submit_batch, "rank"_a, "kind"_a, "local"_a, "remote"_a, "bytes"_a, "offsets"_a,
-             "remote_offsets"_a, "lane"_a, "timeout_ms"_a,
-             "One logical request of many chunks of the same size, from arrays: chunk i is `bytes` bytes between local "
-             "region\n"
-             "`local` at offsets[i] and remote region `remote` at remote_offsets[i] (uint64, one dimension). Otherwise "
-             "as submit().")
-        .def(
-            "submit_arrays", &submit_arrays, "rank"_a, "kind"_a, "locals"_a, "offsets"_a, "remotes"_a,
-            "remote_offsets"_a, "bytes"_a, "notification"_a.none(), "lane"_a, "timeout_ms"_a, "later"_a = false,
-            "One logical request of many chunks, from arrays of one length: chunk i is bytes[i] bytes (uint64) between "
-            "offsets[i]\n"
-            "(uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region remotes[i]. later: the "
-            "progress\n"
-            "thread posts them, not this call. Otherwise as submit().")
         .def_prop_ro("rank", [](const PyContext& self) { return self.context->rank(); })
         .def_prop_ro("size", [](const PyContext& self) { return self.context->size(); })
         .def_prop_ro("closed", [](const PyContext& self) { return self.context->closed(); });
+    bind_submissions(cls);
     bind_waits(cls);
     bind_records(cls);
 }

@@ -65,7 +65,8 @@ class Context:
         options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,
         signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, rendezvous,
         ordering ('auto', 'gated', 'counted'), max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, sync_writes,
-        liveness ('auto', 'heartbeat').
+        liveness ('auto', 'heartbeat'), endpoints, bulk_chunk_bytes, bulk_window, bulk_hold_us, operations_max, regions_max,
+        independent (peers are no job: each numbers the others as it likes).
         Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.
         """
 
@@ -152,6 +153,15 @@ class Context:
         Drain for at most timeout_ms, tell the peers that this rank leaves, stop and release everything. Idempotent.
         """
 
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
     def submit(self, rank: int, kind: str, chunks: Sequence[tuple[int, int, int, int, int, int]], signals: Sequence[tuple[int, int, int, int, int]], notification: bytes | None, delivered: bool, timeout_ms: int) -> Request:
         """
         One logical request. kind: 'write' or 'read'; chunks: [(local region, offset, remote region, offset, bytes, lane)];
@@ -171,15 +181,6 @@ class Context:
         (uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region remotes[i]. later: the progress
         thread posts them, not this call. Otherwise as submit().
         """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def closed(self) -> bool: ...
 
     def quiet(self, timeout_ms: int) -> None:
         """
