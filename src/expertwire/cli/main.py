@@ -71,6 +71,11 @@ COMMANDS = (
         "dispatch and combine in virtual time, on a network that is not here, beside what was published",
     ),
     Command(("bench", "ep"), "expertwire.cli.bench.ep", "time dispatch and combine, beside gloo if asked, every payload verified"),
+    Command(
+        ("bench", "transfer"),
+        "expertwire.cli.bench.transfer",
+        "transfers of ours and of other engines, alike, between fresh pairs of processes, small ones beside bulk",
+    ),
     Command(("soak", "fabric"), "expertwire.cli.soak.fabric", "random traffic with injected faults between processes, every byte checked"),
     Command(("soak", "ep"), "expertwire.cli.soak.ep", "random dispatches and combines of both modes, every payload checked"),
 )

@@ -19,7 +19,7 @@ from expertwire.transfer.connections import Connections
 from expertwire.transfer.descriptors import Descriptors
 from expertwire.transfer.door import Doorkeeper
 from expertwire.transfer.memory import Registry
-from expertwire.transfer.requests import ENDPOINTS, LANES, NOTIFICATION, Prepared, Transfer, check_notification
+from expertwire.transfer.requests import LANES, NOTIFICATION, Prepared, Transfer, check_notification
 from expertwire.transfer.runs import Runs, indices_of, same_lengths
 from expertwire.transfer.states import TransferState
 
@@ -47,22 +47,26 @@ class Agent:
         operations_max: int = 65_536,
         connect_timeout_ms: int = 5000,
         hosts: int = 2,
+        lanes: int = LANES,
     ) -> None:
         """`regions_max`: registrations at one time. `requests_max`: transfers on their way. `operations_max`: pieces of all of them, once
         neighbours are merged and what is large is cut; a transfer of more is refused. `hosts`: 1 where all agents are on this host (chooses
-        the interface, as `EXPERTWIRE_INTERFACE` does).
+        the interface, as `EXPERTWIRE_INTERFACE` does). `lanes`: 1 sends small and large to a peer over one queue pair, in order, for comparisons;
+        the same at all agents that meet.
 
         Raises `InvalidArgumentError`, `UnavailableError` (no such provider here, no interface), `CapacityError` (no memory).
         """
         self.name = check_name(name)
+        if lanes not in (1, LANES):
+            raise InvalidArgumentError(f"lanes is {lanes}; an agent has 1 or {LANES} to each peer")
         self.instance = secrets.randbits(63) + 1
         settings = Settings.from_environment() if settings is None else settings
         self._endpoint = Endpoint(
             0,
             peers_max + 1,
             settings,
-            lanes=LANES,
-            endpoints=ENDPOINTS,
+            lanes=lanes,
+            endpoints=lanes,
             hosts=hosts,
             requests_max=requests_max,
             operations_max=operations_max,

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from expertwire.transfer.peers import Peer
     from expertwire.transfer.runs import Runs
 
-__all__ = ["ENDPOINTS", "LANES", "NOTIFICATION", "Prepared", "Transfer", "check_notification"]
+__all__ = ["LANES", "NOTIFICATION", "Prepared", "Transfer", "check_notification"]
 
-LANES = ENDPOINTS = 2  # what is small has an endpoint to itself
+LANES = 2  # to a peer, each with an endpoint to itself: one for what is small
 NOTIFICATION = b"\x01"  # the kind of message: before each, so that an empty one is one too
 _DEATH_LOOKED_FOR_NS = 200_000_000  # a transfer that young is not asked whether its peer has died
 
@@ -101,7 +101,7 @@ class Transfer:
         self.ended_ns: int | None = None
         self.error: ExpertwireError | None = None
         self._endpoint, self._peer, self._runs, self._regions = endpoint, peer, runs, regions
-        self._lane = lane_for(self.nbytes, LANES, ENDPOINTS)
+        self._lane = lane_for(self.nbytes, endpoint.lanes, endpoint.lanes)
         self._state = TransferState.READY
         self._request: Request | None = None
         self._lock = threading.Lock()
