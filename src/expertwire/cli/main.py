@@ -77,6 +77,11 @@ COMMANDS = (
         "transfers of ours and of other engines, alike, between fresh pairs of processes, small ones beside bulk",
     ),
     Command(("soak", "fabric"), "expertwire.cli.soak.fabric", "random traffic with injected faults between processes, every byte checked"),
+    Command(
+        ("soak", "transfer"),
+        "expertwire.cli.soak.transfer",
+        "random transfers between agents, some killed and started again, every byte checked",
+    ),
     Command(("soak", "ep"), "expertwire.cli.soak.ep", "random dispatches and combines of both modes, every payload checked"),
 )
 

@@ -87,7 +87,7 @@ def transfers(seed: int, iteration: int, source: int, target: int) -> list[Trans
     pieces: list[tuple[Piece, ...]] = [()] * count
     for kind in ("write", "read"):
         numbers = [number for number in range(count) if kinds[number] == kind]
-        for number, found in zip(numbers, _pieces(chance, len(numbers)), strict=True):
+        for number, found in zip(numbers, pieces_of(chance, len(numbers), PIECES_MAX), strict=True):
             pieces[number] = found
     return [_transfer(chance, number, kinds[number], source, target, pieces[number]) for number in range(count)]
 
@@ -107,9 +107,9 @@ def _transfer(chance: random.Random, number: int, kind: str, source: int, target
     )
 
 
-def _pieces(chance: random.Random, requests: int) -> Iterator[tuple[Piece, ...]]:
+def pieces_of(chance: random.Random, requests: int, parts_max: int) -> Iterator[tuple[Piece, ...]]:
     """Random sizes within one area, from an iteration of single bytes to one that fills it; no two overlap, neither there nor here."""
-    split = [chance.randint(1, PIECES_MAX) if chance.random() < 0.3 else 1 for _ in range(requests)]
+    split = [chance.randint(1, parts_max) if chance.random() < 0.3 else 1 for _ in range(requests)]
     count = sum(split)
     room = AREA_BYTES - count * (GAP_BYTES_MAX + 1)
     most = round(2.0 ** chance.uniform(0, math.log2(room)))
