@@ -32,6 +32,7 @@ bool Context::turn_held(TimeNs budget_ns) {
 }
 
 bool Context::turn(TimeNs budget_ns) {
+    if (state_->fork_mark.forked()) return false;  // its sockets are the parent's
     if (!state_->token.try_take()) return false;
     const TokenReturn back(state_->token);
     const bool moved = state_->turn(budget_ns);

@@ -338,7 +338,16 @@ def in_a_child(here: Here) -> list[str]:
     pid = os.fork()
     if pid == 0:
         said = []
-        for call in (here.agent.card, here.agent.notifications, lambda: here.agent.notify("b", b""), here.kept["stale"].post):
+        transfer = here.kept["stale"]
+        calls = (
+            here.agent.card,
+            here.agent.notifications,
+            lambda: here.agent.notify("b", b""),
+            transfer.post,
+            transfer.check,
+            transfer.release,
+        )
+        for call in calls:
             try:
                 call()
                 said.append("nothing")

@@ -116,7 +116,7 @@ def test_a_registration_that_is_gone_is_an_error_and_its_bytes_stay(pair: Group)
 def test_a_forked_child_is_told_whose_the_agent_is(pair: Group) -> None:
     pair["a"].call(bodies.keep_transfer, "b", pair["b"].call(bodies.base_of))
     said = pair["a"].call(bodies.in_a_child)
-    assert len(said) == 4
+    assert len(said) == 6
     assert all(each.startswith("StateError: ") and "forked" in each for each in said), said
     assert pair["a"].call(bodies.post_stale) == "done", "the parent's agent works on"
 

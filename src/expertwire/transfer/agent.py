@@ -291,6 +291,11 @@ class Agent:
             return
         self._keeper.close()
         self._endpoint.close(timeout_ms)
+        self._connections.join()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_door") and not self.closed:
+            self.close(0)
 
     def _require_usable(self) -> None:
         if os.getpid() != self._process:

@@ -21,6 +21,7 @@ __all__ = ["Connections"]
 
 _PARTING = b"\x02"  # the kind of message: I do not use you any more
 _PARTING_MS = 500
+_HELD_MAX = 65_536  # messages that wait here for their reader; beyond that they wait in the core, which has its own limit
 
 
 class Connections:
@@ -34,6 +35,8 @@ class Connections:
         self._name, self._instance, self._token = name, instance, token
         self._connect_timeout_ms = connect_timeout_ms
         self._messages: dict[str, list[bytes]] = {}
+        self._held = 0
+        self._parting: threading.Thread | None = None
 
     # ---- the way out
 
@@ -121,13 +124,25 @@ class Connections:
         if self._endpoint.native.closed:
             return False
         with self._lock:
-            self._collect()
+            if self._held < _HELD_MAX:
+                self._collect()
             known = [peer for peer in self.peers.all() if peer.connected and peer.instance != self._instance]
             over = [(peer, self._end_of(peer) or ("" if peer.card or peer.visitor else "nobody uses it")) for peer in known]
-        for peer, why in over:
-            if why:
-                self._let_go(peer, why)
+            ended = [(peer, why) for peer, why in over if why]
+            if ended and (self._parting is None or not self._parting.is_alive()):
+                # Beside the door: work that does not end takes its time, and others may knock meanwhile.
+                self._parting = threading.Thread(target=self._part, args=(ended,), name="expertwire parting", daemon=True)
+                self._parting.start()
         return True
+
+    def _part(self, ended: list[tuple[Peer, str]]) -> None:
+        for peer, why in ended:
+            self._let_go(peer, why)
+
+    def join(self) -> None:
+        """The endpoint is closed: whoever was being let go is."""
+        if self._parting is not None and threading.current_thread() is not self._parting:
+            self._parting.join()
 
     # ---- letting go
 
@@ -174,7 +189,7 @@ class Connections:
         """By name of who sent them."""
         with self._lock:
             self._collect()
-            taken, self._messages = self._messages, {}
+            taken, self._messages, self._held = self._messages, {}, 0
             return taken
 
     def _collect(self) -> None:
@@ -184,3 +199,4 @@ class Connections:
                 peer.visitor = False
             elif peer is not None and frame[:1] == NOTIFICATION:
                 self._messages.setdefault(peer.name, []).append(frame[1:])
+                self._held += 1

@@ -52,11 +52,12 @@ class Doorkeeper:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and close the door. Idempotent; not from its own thread."""
+        """End the thread and close the door. Idempotent."""
         if self._button.fileno() < 0:
             return
         self._button.send(b"x")
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         self._button.close()
 
     def _live(self) -> None:

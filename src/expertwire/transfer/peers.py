@@ -70,8 +70,10 @@ class PeerTable:
         self._by_name[peer.name] = peer
 
     def check(self, card: Card) -> Peer | None:
-        """Who is known under that name. Raises `NotAllowedError` where that is another process."""
+        """Who is known under that name. Raises `NotAllowedError` where that is another process, or one that has ended."""
         known = self._by_name.get(card.name)
+        if known is not None and known.ended:
+            raise NotAllowedError(f"agent {card.name!r} is known as one that has ended ({known.ended}); remove it first")
         if known is not None and known.instance != card.instance:
             raise NotAllowedError(
                 f"agent {card.name!r} is known as another process or endpoint (instance {known.instance:#x}, the card says "

@@ -105,6 +105,7 @@ class Transfer:
         self._state = TransferState.READY
         self._request: Request | None = None
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"Transfer({self._what()}: {self._state.value})"
@@ -133,6 +134,7 @@ class Transfer:
         way), `NotFoundError` (the agent was removed, or memory deregistered), `PeerError`, `DeadlineError`, `TransferError`; then nothing
         was taken, and it may be posted again.
         """
+        self._require_own_process()
         begun = time.monotonic_ns()
         with self._lock:
             self._settle_locked()
@@ -204,6 +206,7 @@ class Transfer:
 
     def release(self) -> None:
         """Give it up. Idempotent. On its way it is cancelled where nothing of it was posted; else `ActiveError`, and it stays valid."""
+        self._require_own_process()
         with self._lock:
             if self._state is TransferState.RELEASED:
                 return
@@ -220,12 +223,17 @@ class Transfer:
 
     def _posted(self) -> Request | None:
         """The request where it is on its way. Raises where it never was."""
+        self._require_own_process()
         with self._lock:
             if self._state is TransferState.READY:
                 raise NotPostedError(f"the {self._what()} was never posted")
             if self._state is TransferState.RELEASED:
                 raise StateError(f"the {self._what()} was released")
             return self._request
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise StateError(f"the {self._what()} belongs to process {self._process}, the parent of this forked one ({os.getpid()})")
 
     def _outcome(self) -> TransferState:
         if self._state is TransferState.FAILED and self.error is not None:
