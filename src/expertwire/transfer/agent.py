@@ -51,8 +51,8 @@ class Agent:
     ) -> None:
         """`regions_max`: registrations at one time. `requests_max`: transfers on their way. `operations_max`: pieces of all of them, once
         neighbours are merged and what is large is cut; a transfer of more is refused. `hosts`: 1 where all agents are on this host (chooses
-        the interface, as `EXPERTWIRE_INTERFACE` does). `lanes`: 1 sends small and large to a peer over one queue pair, in order, for comparisons;
-        the same at all agents that meet.
+        the interface, as `EXPERTWIRE_INTERFACE` does). `lanes`: 1 sends small and large to a peer over one queue pair, in order, which is
+        for comparisons; the same at all agents that meet.
 
         Raises `InvalidArgumentError`, `UnavailableError` (no such provider here, no interface), `CapacityError` (no memory).
         """
