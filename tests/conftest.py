@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness import World
-from leftovers import held, left_over
+from leftovers import forget_what_was_imported, held, left_over
 
 WATCHED = {"fabric", "ep", "sim", "transfer"}
 # What pytest-timeout (`timeout`) ends by a signal to Python code is over before this. A call into a library that never comes back heeds no
@@ -23,15 +24,28 @@ STDERR = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="also tests that take gigabytes of memory")
+    parser.addoption("--long", action="store_true", help="also variants marked long: faults and shapes once more, in other combinations")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: a variant of what other tests do, run with --long alone")
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)  # before a test's output is captured
     # Where the run was begun in the background of a script, or by nohup, these are ignored, and would be in all that tests begin.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="a variant: --long"))
+
+
+def pytest_collection_finish() -> None:
+    forget_what_was_imported()
 
 
 def end_within(config: pytest.Config, seconds: float) -> None:
@@ -49,6 +63,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     end_within(session.config, END_S)  # what ends the session's ranks may hang, too
+    gc.unfreeze()  # what is still frozen when the interpreter ends, its modules call leaked
 
 
 @pytest.fixture(autouse=True)

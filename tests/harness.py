@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from expertwire.cli.launch import start_server
-from leftovers import of_the_core
+from leftovers import forget_what_was_imported, of_the_core
 
 WORLD_SIZE = 12
 # Beside torch: what ranks of tests and of commands import.
@@ -200,6 +200,7 @@ def _rank_main(rank: int, size: int, store: str, connection: Connection) -> None
     import torch
     import torch.distributed as dist
 
+    forget_what_was_imported()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=120))
     groups: dict[int, Any] = {size: dist.group.WORLD}

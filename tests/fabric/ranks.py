@@ -19,7 +19,7 @@ from typing import Any
 from expertwire.fabric.config import Settings
 from fabric.provider_peer import remove_shared_files
 from harness import server
-from leftovers import LEFT_OVER, held, left_over
+from leftovers import LEFT_OVER, forget_what_was_imported, held, left_over
 
 ANSWER_S = 60.0
 LOCAL = Settings(provider="local", timeout_ms=20_000)
@@ -35,6 +35,7 @@ class RankError(AssertionError):
 
 def serve(connection: Connection, rank: int, size: int, settings: Settings, arguments: dict[str, Any], share: bool) -> None:
     """One rank's process. It leaves with exit code `LEFT_OVER` where it still holds something when its endpoint is closed and dropped."""
+    forget_what_was_imported()
     before = held()
     live(connection, rank, size, settings, arguments, share)
     more = left_over(before)
