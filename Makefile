@@ -36,7 +36,7 @@ demo: $(STAMPS)/package ## set up, then one mixture-of-experts layer on eight ra
 test: lint check-stubs pytest ## set up, then everything that must hold: linters, types, stubs, all tests (under 10 minutes on two cores)
 
 # A worker that had to be ended is begun anew once; the test that hung would be run again each time.
-pytest: $(STAMPS)/package $(STAMPS)/dev ## the tests alone, against the installed package (PYTEST="-k name" for options)
+pytest: $(STAMPS)/package $(STAMPS)/dev ## the tests alone, against the installed package (PYTEST="-k name" for options, PYTEST=--long for every variant)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 1 $(PYTEST)
 
 sim: $(STAMPS)/package ## seeds of the simulation on all cores (SEEDS=100000); one that fails prints the command that replays it

@@ -11,6 +11,7 @@ from ep import failing
 from harness import World
 
 HEARTBEAT = {"EXPERTWIRE_LIVENESS": "heartbeat"}
+LONG = pytest.mark.long
 SEEN_S, DESTROYED_S = 20.0, 10.0  # 10 s and 2 s, on a machine that is busy with other tests
 
 
@@ -50,9 +51,9 @@ def check_all_name(doomed: World, victims: Sequence[int]) -> None:
         ((0, 0, 1, 1), (0,), {}, "tcp"),
         ((0, 0, 1, 1), (3,), HEARTBEAT, "tcp"),
         ((0, 1, 2, 3), (0,), HEARTBEAT, "local"),
-        ((0, 0, 1, 1), (0,), HEARTBEAT, "tcp"),
+        pytest.param((0, 0, 1, 1), (0,), HEARTBEAT, "tcp", marks=LONG),
         ((0, 0, 1, 1), (0, 3), HEARTBEAT, "tcp"),
-        ((0, 1, 1, 1), (1, 2), {}, "tcp"),
+        pytest.param((0, 1, 1, 1), (1, 2), {}, "tcp", marks=LONG),
     ],
     ids=[
         "one node",
@@ -71,7 +72,7 @@ def test_a_killed_rank_is_named_by_all_others(
     check_all_name(doomed, victims)
 
 
-@pytest.mark.parametrize("environment", [{}, HEARTBEAT], ids=["pidfd", "heartbeat"])
+@pytest.mark.parametrize("environment", [{}, pytest.param(HEARTBEAT, marks=LONG)], ids=["pidfd", "heartbeat"])
 def test_a_rank_killed_in_combine_is_named_by_all_others(doomed: World, environment: dict[str, str]) -> None:
     doomed.start(4, failing.die_in_combine, (0, 0, 1, 1), (2,), environment)
     check_all_name(doomed, (2,))
@@ -101,8 +102,16 @@ def test_a_rank_that_leaves_is_not_named_for_one_that_is_silent() -> None:
         own.close()
 
 
-@pytest.mark.parametrize("environment", [{}, HEARTBEAT], ids=["pidfd", "heartbeat"])
-@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 0, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("node_of", "environment"),
+    [
+        ((0, 0, 0), {}),
+        ((0, 0, 1), HEARTBEAT),
+        pytest.param((0, 0, 0), HEARTBEAT, marks=LONG),
+        pytest.param((0, 0, 1), {}, marks=LONG),
+    ],
+    ids=["one node", "two nodes by heartbeat", "one node by heartbeat", "two nodes"],
+)
 def test_a_rank_that_closes_its_buffer_before_a_call_keeps_nobody(node_of: tuple[int, ...], environment: dict[str, str]) -> None:
     own = World(3)
     try:
@@ -133,7 +142,7 @@ def test_a_stopped_rank_is_missed_by_its_heartbeat(node_of: tuple[int, ...]) -> 
         own.close()
 
 
-@pytest.mark.parametrize("node_of", [(0, 0, 0), (0, 0, 1)], ids=str)
+@pytest.mark.parametrize("node_of", [pytest.param((0, 0, 0), marks=LONG), (0, 0, 1)], ids=str)
 def test_a_deadline_says_who_is_missing(world: World, node_of: tuple[int, ...]) -> None:
     results = world.run(3, failing.deadline, node_of, 1)
     for rank in (0, 2):

@@ -11,6 +11,7 @@ from ep import shrinking
 from harness import World
 
 HEARTBEAT = {"EXPERTWIRE_LIVENESS": "heartbeat"}
+LONG = pytest.mark.long
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 
 
@@ -28,7 +29,7 @@ def doomed() -> Iterator[World]:
     ("node_of", "victims", "provider", "environment", "nodes_after"),
     [
         ((0, 0, 0, 0), (2,), "local", {}, (0, 0, 0)),
-        ((0, 0, 1, 1), (0,), "tcp", {}, (0, 1, 1)),
+        pytest.param((0, 0, 1, 1), (0,), "tcp", {}, (0, 1, 1), marks=LONG),
         ((0, 1, 1, 2), (0, 3), "tcp", {}, (0, 0)),
         ((0, 0, 1, 1), (3,), "tcp", HEARTBEAT, (0, 0, 1)),
     ],
@@ -111,7 +112,9 @@ def test_a_buffer_of_both_modes(world: World) -> None:
         assert what["mask"] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("node_of", "provider"), [((0, 0, 0, 0), None), ((0, 1, 1, 2), "tcp")], ids=["local", "tcp"])
+@pytest.mark.parametrize(
+    ("node_of", "provider"), [pytest.param((0, 0, 0, 0), None, marks=LONG), ((0, 1, 1, 2), "tcp")], ids=["local", "tcp"]
+)
 def test_down_to_one_rank(doomed: World, node_of: tuple[int, ...], provider: str | None) -> None:
     doomed.start(4, shrinking.one_by_one, node_of, provider)
     answers = doomed.finish(60)
@@ -121,11 +124,22 @@ def test_down_to_one_rank(doomed: World, node_of: tuple[int, ...], provider: str
     assert rows[-1]["node_of"] == (0,)
 
 
-@pytest.mark.parametrize(("node_of", "provider"), [((0, 0, 0, 0), "local"), ((0, 0, 1, 1), "tcp")], ids=["local", "tcp"])
+# Each on one provider by default, and on the other with --long.
+STRUCK = [
+    ("killed as it begins, and as it makes", "tcp", {1: ("begin", KILL), 2: ("make", KILL)}),
+    ("stopped as it makes", "local", {0: ("make", STOP)}),
+    ("killed at any time", "local", {0: ("15", KILL), 3: ("40", KILL)}),
+    ("stopped at any time", "tcp", {1: ("25", STOP)}),
+]
+
+
 @pytest.mark.parametrize(
-    "victims",
-    [{1: ("begin", KILL), 2: ("make", KILL)}, {0: ("make", STOP)}, {0: ("15", KILL), 3: ("40", KILL)}, {1: ("25", STOP)}],
-    ids=["killed as it begins, and as it makes", "stopped as it makes", "killed at any time", "stopped at any time"],
+    ("node_of", "provider", "victims"),
+    [
+        pytest.param(node_of, provider, victims, marks=[LONG] if provider != by_default else [], id=f"{name}-{provider}")
+        for name, by_default, victims in STRUCK
+        for node_of, provider in (((0, 0, 0, 0), "local"), ((0, 0, 1, 1), "tcp"))
+    ],
 )
 def test_struck_in_the_middle_of_a_shrink(
     doomed: World, node_of: tuple[int, ...], provider: str, victims: dict[int, tuple[str, int]]
