@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +9,6 @@ from pathlib import Path
 import pytest
 
 from harness import server
-
-
-@pytest.fixture(autouse=True, scope="session")
-def signals_that_end_a_process() -> None:
-    """A run that was begun in the background, or under nohup, ignores some of them, and so would the commands that tests send them to."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from typing import Any
 
 import torch
@@ -49,11 +48,6 @@ def die_on(rank: Rank, which: int) -> None:
     if rank.rank == which:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-
-
-def hang(rank: Rank) -> None:
-    rank.progress(str(os.getpid()), 1, 1)
-    threading.Event().wait()
 
 
 def gloo_exchange(rank: Rank, shapes: list[tuple[tuple[int, ...], int, int]]) -> list[str]:

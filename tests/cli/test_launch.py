@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import targets
+from cli import hanging, targets
 from expertwire.cli.launch import RankError, launch
 from expertwire.errors import DeadlineError, InvalidArgumentError
 
@@ -75,7 +75,7 @@ def test_a_killed_rank_is_named_and_the_others_are_ended() -> None:
 def test_a_hanging_rank_is_ended_at_the_deadline() -> None:
     watch = Watch()
     with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] have not returned within 8 s"):
-        launch(targets.hang, (), 2, on_progress=watch, timeout_s=8)  # beside other tests, a rank may take seconds to begin
+        launch(hanging.hang, (), 2, on_progress=watch, timeout_s=8)  # beside other tests, a rank may take seconds to begin
     assert len(watch.descriptors) == 2
     watch.assert_gone()
 
@@ -83,16 +83,16 @@ def test_a_hanging_rank_is_ended_at_the_deadline() -> None:
 SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
-from cli import targets
+from cli import hanging
 from expertwire.cli import main as cli
 from expertwire.cli.launch import launch
 if __name__ == "__main__":
-    cli._chosen = lambda words: launch(targets.hang, (), 2, on_progress=lambda rank, what, done, total: print(what, flush=True))
+    cli._chosen = lambda words: launch(hanging.hang, (), 2, on_progress=lambda rank, what, done, total: print(what, flush=True))
     sys.exit(cli.main([]))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long), signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(how: signal.Signals, tmp_path: Path, scratch: Path) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(SCRIPT)

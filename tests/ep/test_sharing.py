@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,40 +89,55 @@ ENDINGS = {
     "one destroys, one does not": "keep = (buffer, dispatch(buffer, rank)); buffer.destroy() if rank else None",
     "failed": "keep = buffer; rank or print(caught(lambda: dispatch(buffer, rank))[0])",
 }
+# One interpreter, which has torch, forks two ranks for each ending; each runs to the end of the script, as one of its own would.
 SCRIPT = """
-import sys
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
 import torch.distributed as dist
+import expertwire.ep.cpu.backend
 from expertwire.ep import Buffer
 from ep.work import caught, dispatch, round_trip
-rank, nodes, store = int(sys.argv[1]), sys.argv[2], dist.FileStore(sys.argv[3], 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-buffer = Buffer(dist.group.WORLD, 4 << 20, node_of=[int(node) for node in nodes], timeout_ms=1000, explicitly_destroy=bool(rank))
-round_trip(buffer, rank)
-dist.barrier()
-dist.destroy_process_group()
+directory, endings, rank, statuses = sys.argv[2], json.loads(sys.argv[3]), None, []
+for number, (nodes, ending) in enumerate(endings):
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            break
+        children.append(child)
+    if child == 0:
+        break
+    statuses.append([os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children])
+if child == 0:
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{directory}/{number}.{rank}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/{number}.store", 2), rank=rank, world_size=2)
+    node_of = [int(node) for node in nodes]
+    buffer = Buffer(dist.group.WORLD, 4 << 20, node_of=node_of, timeout_ms=20_000, explicitly_destroy=bool(rank))
+    round_trip(buffer, rank)
+    dist.barrier()
+    dist.destroy_process_group()
+    exec(ending)
+else:
+    print(json.dumps(statuses))
 """
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_ends_in_silence(ending: str, tmp_path: Path) -> None:
-    nodes = "00" if ending == "dropped, results kept" else "01"
-    tests = Path(__file__).parent.parent
-    prelude = f"import sys; sys.path.insert(0, {str(tests)!r})"
-    script = "\n".join([prelude, SCRIPT, ENDINGS[ending]])
-    command = [sys.executable, "-c", script]
-    ranks = [
-        subprocess.Popen([*command, str(rank), nodes, str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+def test_the_interpreter_ends_in_silence(tmp_path: Path) -> None:
+    given = [("00" if name == "dropped, results kept" else "01", ending) for name, ending in ENDINGS.items()]
+    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent.parent), str(tmp_path), json.dumps(given)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        for number, rank in enumerate(ranks):
-            out, error = rank.communicate(timeout=60)
-            assert (rank.returncode, error) == (0, ""), f"rank {number}"
-            if ending == "failed" and number == 0:
-                assert out.strip() in ("DeadlineError", "PeerError")
-            else:
-                assert out == ""
+        out, errors = running.communicate(timeout=150)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)  # ranks of one that has not ended
+    assert (running.returncode, errors) == (0, "")
+    for number, (name, statuses) in enumerate(zip(ENDINGS, json.loads(out), strict=True)):
+        for rank, status in enumerate(statuses):
+            said, error = ((tmp_path / f"{number}.{rank}.{stream}").read_text() for stream in ("out", "err"))
+            assert (status, error) == (0, ""), f"rank {rank}, {name}"
+            if name == "failed" and rank == 0:
+                assert said.strip() in ("DeadlineError", "PeerError")
+            else:
+                assert said == "", f"rank {rank}, {name}"

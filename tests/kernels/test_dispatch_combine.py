@@ -25,10 +25,10 @@ def ranks() -> Iterator[World]:
 
 
 def cases(count: int) -> list[Case]:
-    plain = Case((0,) * count, (9,) * count)
+    plain = Case((0,) * count, (5,) * count)
     return [
         plain,
-        replace(plain, tokens=some(count, 21), experts=4 * count + 3, biases=1, ids="sparse", seed=2),
+        replace(plain, tokens=some(count, 10), experts=4 * count + 3, biases=1, ids="sparse", seed=2),
         replace(plain, tokens=(0,) * count, seed=8),
         replace(plain, ids="none", biases=2, hidden=40, seed=10),
         replace(plain, ids="same", topk=3, index="int32", hidden=1, weights=False, seed=11),

@@ -14,7 +14,7 @@ from expertwire.testing.cluster import kept_mutant
 
 def test_every_family_runs_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "sweep.json"
-    assert sweep.main(["--seeds", "8", "--first", "2", "--jobs", "1", "--json", str(path)]) == 0
+    assert sweep.main(["--seeds", "8", "--first", "17", "--jobs", "1", "--json", str(path)]) == 0
     said = capsys.readouterr()
     assert "everything held" in said.out
     assert "36/36 seeds, 0 failing" in said.err

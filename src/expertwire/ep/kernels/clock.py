@@ -8,7 +8,7 @@ import triton
 from triton import knobs
 from triton.language.extra.cuda import globaltimer
 
-_NAP_S = 1e-3  # ranks are processes that share few cores in the interpreter: who waits gives its core to who works
+_NAP_S = 5e-3  # ranks are processes that share few cores in the interpreter: who waits gives its core to who works
 
 
 def _host_now() -> int:
