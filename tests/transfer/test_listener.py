@@ -24,6 +24,7 @@ from expertwire.errors import (
     NotAllowedError,
     NotFoundError,
     PeerError,
+    StateError,
     TransferError,
     UnavailableError,
 )
@@ -136,6 +137,8 @@ def test_the_token_decides() -> None:
         UnavailableError("lacking"),
         PeerError("dead"),
         DeadlineError("late"),
+        InvalidArgumentError("wrong"),
+        StateError("closed"),
         TransferError("broken"),
     ],
     ids=lambda error: type(error).__name__,

@@ -19,6 +19,7 @@ import secrets
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from expertwire.errors import (
     NotAllowedError,
     NotFoundError,
     PeerError,
+    StateError,
     TransferError,
     UnavailableError,
 )
@@ -70,6 +72,8 @@ _ERRORS: tuple[type[ExpertwireError], ...] = (
     UnavailableError,
     PeerError,
     DeadlineError,
+    InvalidArgumentError,
+    StateError,
 )
 _DONE, _GO_ON = 0, 255
 
@@ -121,8 +125,8 @@ class Listener:
             return ListenerCounts(**self._counts)
 
     def close(self) -> None:
-        """No more visits; those under way have their deadline. Again, or in a forked child: nothing."""
-        if self._pid != os.getpid() or self._waker.fileno() < 0:
+        """No more visits; those under way have their deadline. Again, in a forked child, or when the interpreter ends: nothing."""
+        if self._pid != os.getpid() or self._waker.fileno() < 0 or sys.is_finalizing():
             return
         self._waker.close()
         self._thread.join()
