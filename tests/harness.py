@@ -29,6 +29,7 @@ PRELOADED = (
     "pytest",
     "numpy",
     "expertwire.ep.buffer",
+    "expertwire.compat.nixl",
     "expertwire.fabric.endpoint",
     "expertwire.cli.bench.arms",
     "expertwire.cli.bench.paired",

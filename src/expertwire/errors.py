@@ -57,6 +57,10 @@ class NotPostedError(StateError):
     """A transfer that was never posted has no outcome yet."""
 
 
+class NoTelemetryError(StateError):
+    """Nothing was measured of this transfer: it has not ended well, or measuring is off."""
+
+
 class MismatchError(ExpertwireError):
     """Ranks disagree: another operation, handle, shape or setting. The message names the ranks and both values."""
 

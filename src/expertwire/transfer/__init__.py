@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from expertwire.transfer.agent import Agent
     from expertwire.transfer.card import Area, Card, Door
     from expertwire.transfer.descriptors import Descriptors
+    from expertwire.transfer.directory import Directory
     from expertwire.transfer.listener import Listener
     from expertwire.transfer.requests import Prepared, Transfer
     from expertwire.transfer.states import TransferState
@@ -20,6 +21,7 @@ __all__ = [
     "Area",
     "Card",
     "Descriptors",
+    "Directory",
     "Door",
     "Listener",
     "MetadataStore",
@@ -34,6 +36,7 @@ _HOME = {
     "Area": "card",
     "Card": "card",
     "Descriptors": "descriptors",
+    "Directory": "directory",
     "Door": "card",
     "Listener": "listener",
     "MetadataStore": "store",
