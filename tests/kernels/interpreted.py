@@ -12,6 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported; this modul
 
 import torch
 import torch.distributed as dist
+import triton.language as tl
+from triton.runtime import interpreter
 
 from expertwire.ep.cuda.exchange import Exchange, Tuning, control_bytes
 from expertwire.ep.cuda.symmetric import Symmetric
@@ -19,6 +21,35 @@ from harness import Rank
 
 DATA_BYTES = 4 << 20
 EXPERTS_MAX = 64
+
+
+class _Patched:
+    """Triton's language as its interpreter has it, patched once for a kernel.
+
+    The interpreter (triton 3.9) patches it again at each call of a function within a kernel, where that changes nothing any more: more than
+    half of the time that a kernel took.
+    """
+
+    def __init__(self) -> None:
+        self._patch = interpreter._patch_lang
+        self._done: list[Any] = []  # modules, of the kernel that runs
+        self._scope: Any = None
+
+    def __call__(self, function: Any) -> _Patched:
+        needed = [module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())]
+        if not needed or any(module not in self._done for module in needed):
+            scope = self._patch(function)
+            self._scope = self._scope or scope  # the kernel's own; those of functions within it are never restored
+            self._done += needed
+        return self
+
+    def restore(self) -> None:
+        """The kernel has ended."""
+        self._scope.restore()
+        self._scope, self._done = None, []
+
+
+interpreter._patch_lang = _Patched()
 
 
 def shared(rank: Rank, name: str, length: int) -> Symmetric:
