@@ -319,6 +319,6 @@ def test_bench_transfer_verifies_every_arm_and_names_its_figures(tmp_path: Path)
             assert {(row["engine"], row["op"]) for row in rows} == {(engine, op) for engine in engines for op in ("read", "write")}
             assert {(row["bytes"], row.get("bulk_bytes"), row["peer"]) for row in rows} == wanted
             assert len(rows) == 4 * len(wanted)
-            assert all(row["value"] > 0 and row["provider"] == "tcp" for row in rows)
+            assert all(row["value"] > 0 and (row["provider"], row["injected"]) == ("tcp", "none") for row in rows)
     identity = json.loads(out.read_text())["config"]["engines"]["expertwire"]
     assert any(name.startswith("_native") and len(digest) == 16 for name, digest in identity["binaries"].items())

@@ -195,6 +195,7 @@ def run_role(args: argparse.Namespace, asked: Asked) -> int:
 def add_outcome(report: Report, settings: Settings, outcome: Outcome, number: int) -> None:
     """The rows of one run, by its source."""
     common: dict[str, Any] = {"engine": settings.engine, "provider": settings.provider, "lanes": settings.lanes, "run": number}
+    common["injected"] = "none"  # no delay, fault or tracing in what is timed (X5)
     status = RowStatus.FAILED if outcome.faults else RowStatus.OK
     extra: dict[str, Any] = {"why": outcome.faults[0]} if outcome.faults else {}
     report.add("verified", int(not outcome.faults), "", status, **common, places=outcome.checked, **extra)
@@ -227,7 +228,7 @@ def add_rows(report: Report, engine: str, asked: Asked, ended: list[Ended]) -> N
         labels = {key: value for key, value in row.items() if key not in ("name", "value", "unit", "status")}
         report.add(row["name"], row["value"], row["unit"], RowStatus(row["status"]), **labels)
         if row["name"] not in ("verified", "late_payloads"):
-            key = (row["name"], *((label, labels[label]) for label in ("op", "bytes", "bulk_bytes", "peer") if label in labels))
+            key = (row["name"], *((label, labels[label]) for label in ("op", "bytes", "bulk_bytes", "peer", "injected") if label in labels))
             by_figure.setdefault(key, []).append(row)
     for (name, *told), rows in by_figure.items():
         spread = {"low": min(row["value"] for row in rows), "high": max(row["value"] for row in rows)}

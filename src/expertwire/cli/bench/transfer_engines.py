@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from expertwire.fabric.config import Settings
 
 Bytes = npt.NDArray[np.uint8]
 HASH_DIGITS = 16
@@ -107,9 +110,13 @@ class Engine:
         return agent
 
     def identity(self, provider: str) -> dict[str, Any]:
-        """What ran: the hash of each binary, and the flags."""
+        """What ran: its version, the hash of each binary, and the flags."""
+        package = self.package()
+        top = package.partition(".")[0]
         return {
-            "package": self.package(),
+            "package": package,
+            "versions": {name: metadata.version(name) for name in sorted(set(metadata.packages_distributions().get(top, [])))},
+            "settings": asdict(Settings.from_environment()) if self.module == _OURS else {},
             "binaries": {path.name: file_hash(path) for path in self._files()},
             "environment": self.environment(provider),
             "hard_exit": self.hard_exit,

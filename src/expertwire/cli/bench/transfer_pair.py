@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -82,14 +80,13 @@ def run_pair(settings: Settings, run: int, limit_s: float) -> Ended:
 
 @contextmanager
 def started(settings: Settings, where: str, run: int, logs: dict[str, Path]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Both processes, each in a group of its own; ended at the end, whatever happens."""
+    """Both processes, in our session, so that they have the priority that it has; ended at the end, whatever happens."""
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for role in ROLES:
             with logs[role].open("wb") as log:
-                processes[role] = subprocess.Popen(
-                    command(settings, role, where, run), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
+                words = command(settings, role, where, run)
+                processes[role] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         yield processes
     finally:
         for process in processes.values():
@@ -118,9 +115,9 @@ def _wait(processes: dict[str, subprocess.Popen[bytes]], limit_s: float) -> None
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
-    process.send_signal(signal.SIGTERM)
+    process.terminate()
     try:
         process.wait(STOP_GRACE_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
