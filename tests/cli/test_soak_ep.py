@@ -98,7 +98,7 @@ def test_a_killed_rank_ends_it_and_is_named(tmp_path: Path) -> None:
             elif line.startswith("iteration ") and len(pids) == 3:
                 break
         os.kill(pids[1], signal.SIGKILL)
-        _, errors = running.communicate(timeout=45)
+        _, errors = running.communicate(timeout=90)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
