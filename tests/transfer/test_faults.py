@@ -6,11 +6,14 @@ import dataclasses
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from expertwire.fabric.config import Settings
+from expertwire.transfer import Agent
 from transfer import bodies
 from transfer.world import BOTH, TCP, Group, agents
 
@@ -148,3 +151,19 @@ def test_a_card_of_nobody_is_refused_and_nothing_is_kept() -> None:
         assert a.call(bodies.one_write, "b", group["b"].call(bodies.base_of)) == "done"
         strange = dataclasses.replace(card, name="c", instance=9)
         assert a.call(bodies.add_refused, strange).startswith("CapacityError: 1 agents are known")
+
+
+def test_an_agent_may_close_while_it_lets_others_go() -> None:
+    """A thread that raised here would fail the test."""
+    quick = dataclasses.replace(BOTH["local"], timeout_ms=5000)
+    for _ in range(3):
+        with Agent("a", quick) as a:
+            others = [Agent(name, quick) for name in ("b", "c", "d")]
+            for other in others:
+                a.add_remote(other.card())
+            for other in others:
+                other.close()
+            until = time.monotonic() + 10
+            while not any(thread.name == "expertwire parting" for thread in threading.enumerate()):
+                assert time.monotonic() < until, "nobody is let go"
+                a._connections.look_around()

@@ -111,7 +111,7 @@ class Request:
 
     def poll(self) -> Status:
         """Help the engine for at most 20 µs if nobody else does, then `status()`."""
-        return Status(self._native.turn())
+        return _STATUSES[self._native.turn()]
 
     def wait(self, timeout_ms: int | None = None) -> None:
         """Return when it has ended well.

@@ -173,11 +173,11 @@ class Connections:
         """The core forgets it, which may take a while where its work does not end: then the next tick tries again."""
         try:
             self._endpoint.remove_peer(peer.number)
+            with self._lock:
+                self._collect()  # what it has said is its own, whoever has its number next
+                self.peers.forget(peer, why)
         except ExpertwireError:
-            return
-        with self._lock:
-            self._collect()  # what it has said is its own, whoever has its number next
-            self.peers.forget(peer, why)
+            return  # or the endpoint was closed meanwhile, and everybody is let go
 
     def _forget_stranger(self, peer: Peer) -> None:
         if not peer.connected and peer.card is None:

@@ -123,8 +123,8 @@ class Transfer:
     def state(self) -> TransferState:
         """How it stands. One local load while it is on its way."""
         request = self._request
-        if request is not None:
-            self._settle(request)
+        if request is not None and (status := request.status()) is not Status.PENDING:
+            self._settle(request, status)
         return self._state
 
     def post(self, notification: bytes = b"", timeout_ms: int | None = None) -> TransferState:
@@ -172,8 +172,8 @@ class Transfer:
         """
         request = self._posted()
         if request is not None:
-            request.poll()
-            self._settle(request)
+            if (status := request.poll()) is not Status.PENDING:
+                self._settle(request, status)
             if self._state is TransferState.ACTIVE and time.monotonic_ns() - self.posted_ns > _DEATH_LOOKED_FOR_NS:
                 why = self._death()
                 if why:
@@ -188,7 +188,7 @@ class Transfer:
                 request.wait(timeout_ms)
             except ExpertwireError as error:
                 self._raise_if_active(request, error)
-            self._settle(request)
+            self._settle(request, request.status())
         self._outcome()
 
     def __await__(self) -> Generator[object, None, None]:
@@ -201,7 +201,7 @@ class Transfer:
                 await request
             except ExpertwireError as error:
                 self._raise_if_active(request, error)
-            self._settle(request)
+            self._settle(request, request.status())
         self._outcome()
 
     def release(self) -> None:
@@ -241,29 +241,31 @@ class Transfer:
         return self._state
 
     def _raise_if_active(self, request: Request, error: ExpertwireError) -> None:
-        self._settle(request)
+        self._settle(request, request.status())
         if self._state is not TransferState.ACTIVE:
             return
         text = f"the {self._what()} still owns its memory: {error}"
         raise PeerError(text, self._peer.number) if isinstance(error, PeerError) else type(error)(text)
 
-    def _settle(self, request: Request) -> None:
-        if not request.done:
-            return
+    def _settle(self, request: Request, status: Status) -> None:
         with self._lock:
-            if self._request is request:
-                self._settle_locked()
+            if self._request is request:  # else another thread was first, and the status is stale
+                self._end(request, status)
 
     def _settle_locked(self) -> None:
-        if self._request is None or not self._request.done:
+        request = self._request
+        if request is not None and (status := request.status()) is not Status.PENDING:
+            self._end(request, status)
+
+    def _end(self, request: Request, status: Status) -> None:
+        if status is Status.PENDING:
             return
-        status = self._request.status()
         self.ended_ns = time.monotonic_ns()
         if status is not Status.OK:
-            self.error = self._failure(self._request, status)
+            self.error = self._failure(request, status)
         self._state = advance(self._state, TransferEvent.SUCCEED if status is Status.OK else TransferEvent.FAIL)
-        self._request.release()
         self._request = None
+        request.release()
 
     def _failure(self, request: Request, status: Status) -> ExpertwireError:
         message = f"the {self._what()} failed: {status.name.lower()}"

@@ -18,6 +18,8 @@ class TransferState(enum.Enum):
     FAILED = "failed"
     RELEASED = "released"
 
+    __hash__ = object.__hash__  # each is one object, and the enum's own hash costs more than the look-up
+
 
 class TransferEvent(enum.Enum):
     """What may happen to one."""
@@ -26,6 +28,8 @@ class TransferEvent(enum.Enum):
     SUCCEED = "succeed"
     FAIL = "fail"
     RELEASE = "release"
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
