@@ -61,7 +61,7 @@ class LivenessProbe {
         const std::uint64_t word = liveness_->own().verdict;
         return word == 0 ? std::nullopt : std::optional(Verdict::of(word).accused);
     }
-    bool farewell(std::uint32_t rank) const { return liveness_->says_farewell(checked(rank)); }
+    bool farewell(std::uint32_t rank) const { return liveness_->pulse(checked(rank), 0).leaving; }
     void fences(std::uint32_t rank, std::uint32_t whom) {
         words_.pulse(checked(rank)).fenced.fetch_or(std::uint64_t{1} << (whom % 64));
     }
@@ -93,7 +93,7 @@ class LivenessProbe {
 
   private:
     struct alignas(64) Memory {
-        std::byte bytes[64 + ranks_max * (sizeof(runtime::PulseBlock) + sizeof(runtime::BarrierWord))]{};
+        std::byte bytes[runtime::SharedLayout{ranks_max}.bytes()]{};
     };
 
     std::uint32_t checked(std::uint32_t rank) const {

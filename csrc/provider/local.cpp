@@ -306,6 +306,18 @@ void LocalProvider::fence_peer(PeerId peer) {
         set_fence(peers_[peer.value]->address.name, true);
 }
 
+bool LocalProvider::stands_in(PeerId peer, RegionId id) {
+    if (!open_now() || peer.value >= peers_.size() || !peers_[peer.value]) return false;
+    if (id.value >= regions_.size() || !regions_[id.value]) return false;
+    const auto here = [&](const UserSlot& user) {
+        return user.name.load(std::memory_order_acquire) == peers_[peer.value]->address.name &&
+               user.using_slot.load(std::memory_order_seq_cst) == regions_[id.value]->slot + 1;
+    };
+    if (std::none_of(std::begin(mailbox().users), std::end(mailbox().users), here)) return false;
+    forgive_dead();
+    return std::any_of(std::begin(mailbox().users), std::end(mailbox().users), here);
+}
+
 ControlResult LocalProvider::remove_peer(PeerId peer) {
     if (!open_now()) return {Status::closed, 0, "remove_peer: the provider was closed"};
     if (peer.value >= peers_.size() || !peers_[peer.value])

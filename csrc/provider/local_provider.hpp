@@ -117,6 +117,7 @@ class LocalProvider final : public Provider {
     ControlResult add_peer(PeerId peer, std::span<const std::byte> address) override;
     ControlResult remove_peer(PeerId peer) override;
     void fence_peer(PeerId peer) override;
+    bool stands_in(PeerId peer, RegionId id) override;
     ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
     PostResult post(const PostCommand& command) override;
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;

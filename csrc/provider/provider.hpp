@@ -70,6 +70,8 @@ class Provider {
     // From here on it may not write here any more, whatever it knows, until it is added again. For providers that
     // cannot replace an endpoint.
     virtual void fence_peer(PeerId) {}
+    // It was fenced off in the middle of an operation on that region, which goes on to its end, when it wakes up.
+    virtual bool stands_in(PeerId, RegionId) { return false; }
 
     // It is being removed: what only its answer would end has failed (peer_dead). Again in every turn of a removal.
     virtual void forsake_peer(PeerId) {}

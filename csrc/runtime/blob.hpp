@@ -18,7 +18,7 @@ struct BlobRegion {
 };
 
 struct Blob {
-    static constexpr std::uint32_t version_now = 3;
+    static constexpr std::uint32_t version_now = 4;
 
     std::uint32_t version = version_now;
     std::uint32_t rank = 0;

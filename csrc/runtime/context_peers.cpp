@@ -13,6 +13,7 @@ namespace {
 constexpr TimeNs drain_ns = 1'000'000'000;        // for the work of a removed peer to end by itself
 constexpr TimeNs hopeless_drain_ns = 50'000'000;  // the same of one that is dead or past the hard deadline
 constexpr TimeNs farewell_ns = 500'000'000;       // for the others to hear that a peer is fenced off
+constexpr RegionId runtime_region{0};             // the first that a context creates
 
 std::string rank_text(std::uint32_t rank) {
     return "rank " + std::to_string(rank);
@@ -68,10 +69,9 @@ void forget_words(ContextState& state, PeerRecord& peer, std::uint32_t rank) {
     peer.told = {};
     peer.barrier_told = 0;
     PulseBlock& pulse = state.shared.pulse(rank);
-    for (auto* word :
-         {&pulse.heartbeat, &pulse.call_sequence, &pulse.phase, &pulse.verdict, &pulse.leaving, &pulse.fenced})
+    for (auto* word : {&pulse.heartbeat, &pulse.call_sequence, &pulse.phase, &pulse.verdict, &pulse.leaving,
+                       &pulse.fenced, &pulse.barrier})
         word->store(0, std::memory_order_relaxed);
-    state.shared.barrier(rank).store(0, std::memory_order_relaxed);
 }
 
 // Under the token: the engine has closed its lanes.
@@ -81,6 +81,10 @@ void forget_peer(ContextState& state, std::uint32_t rank) {
     peer.added.store(false, std::memory_order_release);
     if (on_this_host(peer.blob)) state.count_rank_on_host(-1);
     state.liveness->remove(rank);
+    if (peer.shared.present()) {
+        std::uint64_t ours = state.instance;  // unless another has our name there now
+        peer.shared.about(state.options.rank).reader.compare_exchange_strong(ours, 0, std::memory_order_acq_rel);
+    }
     peer.shared = {};
     peer.mapped.clear();
     peer.remotes.clear();
@@ -251,8 +255,10 @@ struct Removal {
     std::uint32_t rank = 0;
     TimeNs begun = 0;
     bool fence = false;
+    bool lost = false;                // the others hear of it before it ends
     std::uint64_t closed_before = 0;  // what Replacement::closed must exceed then
     std::uint64_t failed_before = 0;  // replacements
+    bool inside = false;              // it was stopped while it added to a word that who comes next has, too
 };
 
 // Under the token.
@@ -264,7 +270,7 @@ Removal begin_removal(ContextState& state, std::uint32_t rank, TimeNs now) {
     // The others hear it first: what it says of us when it wakes up counts for nothing.
     state.liveness->publish_fenced(rank, true);
     state.broadcast_pulse.store(true, std::memory_order_release);
-    state.provider->fence_peer(PeerId{rank});
+    removal.lost = true;
     removal.fence = state.provider->replaces_endpoints();
     // One that is under way and was not announced to it serves as well.
     if (state.replacement.phase != Replacement::Phase::none && state.replacement.told[rank]) ++removal.closed_before;
@@ -272,11 +278,17 @@ Removal begin_removal(ContextState& state, std::uint32_t rank, TimeNs now) {
 }
 
 // Under the token. True: nothing of it is in flight, and nothing that it sends can arrive.
-bool end_traffic(ContextState& state, const Removal& removal, TimeNs now) {
+bool end_traffic(ContextState& state, Removal& removal, TimeNs now) {
     state.provider->forsake_peer(PeerId{removal.rank});
     const bool ended = state.engine->close_peer(PeerId{removal.rank}, now) == Status::ok;
     const bool fenced = !removal.fence || state.replacement.closed > removal.closed_before;
-    if (ended && fenced) return !removal.fence || state.news_told() || now - removal.begun >= farewell_ns;
+    if (ended && fenced) {
+        // Where nothing is replaced this keeps it out of our memory, heard or not: it may have been stopped just now.
+        state.provider->fence_peer(PeerId{removal.rank});
+        removal.inside = state.provider->stands_in(PeerId{removal.rank}, runtime_region);
+        if (removal.inside) return false;
+        return !removal.lost || state.news_told() || now - removal.begun >= farewell_ns;
+    }
     const bool hopeless = state.quarantined(removal.rank) || state.liveness->unreachable(removal.rank);
     const bool overdue = now - removal.begun >= (hopeless ? hopeless_drain_ns : drain_ns);
     if ((!fenced || overdue) && state.replacement.phase == Replacement::Phase::none) state.replacement.wanted = true;
@@ -286,6 +298,10 @@ bool end_traffic(ContextState& state, const Removal& removal, TimeNs now) {
 void check_removal(const ContextState& state, const Removal& removal, TimeNs now, TimeNs deadline) {
     const bool failed = state.counters.replacements_failed > removal.failed_before;
     if (!failed && now < deadline) return;
+    if (removal.inside)
+        throw Failure(FailureKind::state, rank_text(removal.rank) +
+                                              " was stopped while it added to a word here, and "
+                                              "would end that when it wakes up; end its process, then call again");
     throw Failure(FailureKind::state,
                   rank_text(removal.rank) + (removal.fence ? " may still write here, or" : "") +
                       " has operations in flight that neither completed nor failed, " +
@@ -343,12 +359,10 @@ void Context::map_peer(std::uint32_t rank, std::string_view region, int fd) {
     std::byte* address = mapping.address();
     peer.mapped.emplace(region, std::move(mapping));
     if (region != "runtime") return;
-    const ControlGuard guard(state);  // pulses and barriers change their way between two turns
-    if (peer.told.heartbeat != 0 || peer.barrier_told != 0)
-        throw Failure(FailureKind::state,
-                      what + " must be mapped before start(): it has been written to over the fabric");
+    const ControlGuard guard(state);
     peer.shared = {address, state.shared_layout};
     state.liveness->map(rank, peer.shared);
+    peer.shared.about(state.options.rank).reader.store(state.instance, std::memory_order_release);
 }
 
 std::byte* Context::peer_memory(std::uint32_t rank, std::string_view region) const {

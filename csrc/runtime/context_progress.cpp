@@ -227,11 +227,19 @@ void ContextState::note_peer_error(std::uint32_t rank, Status status, std::int32
                       now);
 }
 
+// Not who reads our words where they are; nor one that we map, and see that it has not added us, or has removed us.
+bool ContextState::hears_by_fabric(std::uint32_t rank) const {
+    const PeerRecord& peer = peers[rank];
+    if (!peer.shared.present()) return true;
+    if (peer.shared.about(options.rank).has.load(std::memory_order_acquire) != instance) return false;
+    return shared.about(rank).reader.load(std::memory_order_acquire) != peer.blob.instance;
+}
+
 bool ContextState::news_told() const {
     const Liveness::Own own = liveness->own();
     for (std::uint32_t rank = 0; rank < options.size; ++rank) {
         const PeerRecord& peer = peers[rank];
-        if (!peer.added.load(std::memory_order_acquire) || peer.shared.present()) continue;
+        if (!peer.added.load(std::memory_order_acquire) || !hears_by_fabric(rank)) continue;
         if (liveness->state(rank) != PeerState::watched) continue;
         if (!holds_news(peer, own)) return false;
         if (peer.pulse_request.valid() && engine->status(peer.pulse_request) == Status::pending) return false;
@@ -239,15 +247,16 @@ bool ContextState::news_told() const {
     return true;
 }
 
-// Words of my own pulse reach a peer that does not share memory with me as adds of the difference (SPEC T22: one
+// Words of my own pulse reach a peer that does not read them in my memory as adds of the difference (SPEC T22: one
 // writer).
 void ContextState::send_pulses(TimeNs now) {
     provider->greet_peers();
     const Liveness::Own own = liveness->own();
     pulses_due = false;
+    barriers_due = true;  // a peer may have ceased to read our words where they are
     for (std::uint32_t rank = 0; rank < options.size; ++rank) {
         const PeerRecord& peer = peers[rank];
-        if (!peer.added.load(std::memory_order_acquire) || peer.shared.present() || liveness->unreachable(rank))
+        if (!peer.added.load(std::memory_order_acquire) || !hears_by_fabric(rank) || liveness->unreachable(rank))
             continue;
         const bool taken = send_pulse(rank, own, now);
         // A beat may be left out, a verdict or a farewell not: behind them the connection may end.
@@ -307,7 +316,7 @@ bool ContextState::send_barriers(TimeNs now) {
 // False: it waits for room.
 bool ContextState::send_barrier(std::uint32_t rank, TimeNs now) {
     PeerRecord& peer = peers[rank];
-    if (rank == options.rank || !peer.added.load(std::memory_order_acquire) || peer.shared.present()) return true;
+    if (rank == options.rank || !peer.added.load(std::memory_order_acquire)) return true;
     if (peer.barrier_request.valid()) {
         if (engine->status(peer.barrier_request) == Status::pending) {
             barriers_due = true;
@@ -317,6 +326,10 @@ bool ContextState::send_barrier(std::uint32_t rank, TimeNs now) {
         peer.barrier_request = {};
     }
     if (peer.barrier_told >= barrier_target || liveness->unreachable(rank)) return true;
+    if (!hears_by_fabric(rank)) {
+        peer.barrier_tried = true;  // the next beat looks again
+        return true;
+    }
     if (peer.barrier_tried && (peer.barrier_lanes == lanes_broken || lane_generations(rank) != peer.barrier_lanes))
         return true;
     barriers_due = true;

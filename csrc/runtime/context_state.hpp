@@ -54,7 +54,7 @@ struct PeerRecord {
     std::map<std::string, Mapping, std::less<>> mapped;
     SharedBlock shared;               // its "runtime" region, where mapped
     RemoteRegionId remote_runtime;    // the same over the fabric
-    Liveness::Own told{};             // what its pulse block will hold of us: the provider has taken the adds
+    Liveness::Own told{};             // what its copy of our words will hold: the provider has taken the adds
     Ticket pulse_request;             // the adds in flight
     std::uint64_t barrier_told = 0;   // the epoch that its barrier word will hold of us: the provider has taken that
     std::uint64_t barrier_asked = 0;  // the same once barrier_request has been posted
@@ -170,7 +170,7 @@ struct ContextState {
     std::mutex barrier_mutex;
     std::atomic<std::uint64_t> barrier_epoch{0};   // the last begun
     std::uint64_t barrier_mark = 0;                // what it orders behind
-    std::atomic<std::uint64_t> barrier_stored{0};  // the last epoch stored to mapped peers
+    std::atomic<std::uint64_t> barrier_stored{0};  // the last epoch stored for who maps us
 
     ProgressThread thread;  // last: it ends first
 
@@ -188,6 +188,7 @@ struct ContextState {
     bool send_barriers(TimeNs now);  // true: every word was taken, or refused for now
     bool send_barrier(std::uint32_t rank, TimeNs now);
     std::uint64_t lane_generations(std::uint32_t rank) const;
+    bool hears_by_fabric(std::uint32_t rank) const;
     bool news_told() const;  // verdict and farewell are with every peer that can be reached
 
     // ---- under the token (context_replace.cpp)

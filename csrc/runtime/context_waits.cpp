@@ -217,7 +217,7 @@ std::uint64_t Context::barrier_begin(TimeNs until_ns) {
     return epoch;
 }
 
-// Mapped peers are told by a store, once everything that went to them before has landed.
+// Who maps us is told by a store, once everything that went to them before has landed.
 void Context::store_barrier(std::uint64_t epoch) {
     ContextState& state = *state_;
     const std::lock_guard barrier(state.barrier_mutex);
@@ -227,12 +227,7 @@ void Context::store_barrier(std::uint64_t epoch) {
         if (!guard || !state.engine->reached(state.barrier_mark)) return;
     }
     state.barrier_stored = state.barrier_epoch.load();
-    const std::uint64_t told = state.barrier_epoch;
-    for (PeerRecord& peer : state.peers) {
-        if (!peer.shared.present()) continue;
-        peer.shared.barrier(state.options.rank).store(told, std::memory_order_release);
-        Doorbell(peer.shared.doorbell()).ring();
-    }
+    state.liveness->publish_barrier(state.barrier_stored);
 }
 
 bool Context::barrier_slice(std::uint64_t epoch, TimeNs until_ns) {
@@ -244,15 +239,7 @@ bool Context::barrier_slice(std::uint64_t epoch, TimeNs until_ns) {
 }
 
 std::vector<std::uint32_t> Context::barrier_missing(std::uint64_t epoch) const {
-    std::vector<std::uint32_t> missing;
-    for (std::uint32_t rank = 0; rank < state_->options.size; ++rank) {
-        if (rank == state_->options.rank) continue;
-        if (state_->shared.barrier(rank).load(std::memory_order_acquire) >= epoch) continue;
-        // Who leaves arrives nowhere any more, and holds nobody up.
-        if (state_->liveness->says_farewell(rank)) continue;
-        missing.push_back(rank);
-    }
-    return missing;
+    return state_->liveness->missing_at(epoch);
 }
 
 void Context::fail_barrier(std::uint64_t epoch, std::int64_t timeout_ms) {

@@ -50,7 +50,8 @@ void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, std::uint
     move(peer.state, PeerState::watched);
     peer.instance = instance;
     peer.pidfd = Descriptor(fd);
-    peer.last_heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
+    peer.last_heartbeat = words_of(rank).heartbeat.load(std::memory_order_acquire);
+    mine_.about(rank).has.store(instance, std::memory_order_release);
     peer.changed_ns = peer.heard_ns = now;
     if (gone) {
         peer.final_word = true;
@@ -65,23 +66,31 @@ void Liveness::remove(std::uint32_t rank) {
     peers_[rank] = Peer{};
     peers_[rank].fenced = fenced;
     move(peers_[rank].state, PeerState::removed);
+    mine_.about(rank).has.store(0, std::memory_order_release);
     std::erase(deaths_, rank);  // of the one that was: the engine would take it for its successor's
+    // Another one may come back under its name: no word of ours must stand against that.
+    forget_fault(rank);
+}
+
+void Liveness::forget_fault(std::uint32_t rank) {
     if (first_ && first_->rank == rank) first_.reset();
     for (std::uint32_t other = 0; !first_ && other < peers_.size(); ++other)
         if (peers_[other].state == PeerState::dead) first_ = Fault{other, -1, peers_[other].why};
-    // Another one may come back under its name: no word of ours must stand against that.
-    const std::uint64_t said = verdict_.load(std::memory_order_relaxed);
+    std::atomic<std::uint64_t>& verdict = mine_.own().verdict;
+    const std::uint64_t said = verdict.load(std::memory_order_relaxed);
     if (said != 0 && Verdict::of(said).accused == rank)
-        verdict_.store(first_ ? verdict_about(first_->rank) : 0, std::memory_order_release);
+        verdict.store(first_ ? verdict_about(first_->rank) : 0, std::memory_order_release);
     has_fault_.store(first_.has_value(), std::memory_order_release);
 }
 
 void Liveness::map(std::uint32_t rank, SharedBlock theirs) {
-    {
-        const std::lock_guard lock(mutex_);
-        peers_[rank].theirs = theirs;
-    }
-    store_to_mapped();
+    const std::lock_guard lock(mutex_);
+    peers_[rank].theirs = theirs;
+    peers_[rank].last_heartbeat = words_of(rank).heartbeat.load(std::memory_order_acquire);
+}
+
+const PulseBlock& Liveness::words_of(std::uint32_t rank) const {
+    return peers_[rank].theirs.present() ? peers_[rank].theirs.own() : mine_.pulse(rank);
 }
 
 void Liveness::tick(TimeNs now) {
@@ -99,6 +108,7 @@ void Liveness::tick(TimeNs now) {
         peer.changed_ns = std::min(now, peer.changed_ns + excused);
         if (peer.state == PeerState::suspected) peer.suspected_ns = std::min(now, peer.suspected_ns + excused);
         look_at(rank, peer, now);
+        look_for_us(rank, peer);
     }
     // Everybody's words before anybody's sentence; one that has left may have said why before. What a dead one says
     // after its sentence is said by one that was stopped, and is waking up into a world that went on.
@@ -109,10 +119,32 @@ void Liveness::tick(TimeNs now) {
 }
 
 void Liveness::hear(std::uint32_t rank, Peer& peer, TimeNs now) {
-    const std::uint64_t heartbeat = mine_.pulse(rank).heartbeat.load(std::memory_order_acquire);
+    const std::uint64_t heartbeat = words_of(rank).heartbeat.load(std::memory_order_acquire);
     if (heartbeat == peer.last_heartbeat) return;
     peer.last_heartbeat = heartbeat;
     peer.changed_ns = peer.heard_ns = now;
+}
+
+// As far as can be seen: by who maps it. Then its words are said to another.
+bool Liveness::removed_us(std::uint32_t rank) const {
+    const SharedBlock& theirs = peers_[rank].theirs;
+    return theirs.present() && theirs.about(options_.rank).has.load(std::memory_order_acquire) != options_.instance;
+}
+
+// One that was stopped learns so when it wakes up: its name is another's there, or nobody's because it fell silent. A
+// peer that removes us for another reason may add us again.
+void Liveness::look_for_us(std::uint32_t rank, Peer& peer) {
+    if (!peer.theirs.present()) return;
+    const std::uint64_t has = peer.theirs.about(options_.rank).has.load(std::memory_order_acquire);
+    if (has == options_.instance) {
+        peer.has_us = true;
+        if (first_ && first_->rank == options_.rank && first_->told_by == static_cast<std::int32_t>(rank))
+            forget_fault(options_.rank);
+        return;
+    }
+    const std::uint64_t fenced = peer.theirs.own().fenced.load(std::memory_order_acquire);
+    if (!peer.has_us || first_ || (has == 0 && (fenced >> (options_.rank % 64) & 1) == 0)) return;
+    declare_dead(options_.rank, static_cast<std::int32_t>(rank), "rank " + std::to_string(rank) + " has removed it");
 }
 
 void Liveness::look_at(std::uint32_t rank, Peer& peer, TimeNs now) {
@@ -147,7 +179,7 @@ std::uint64_t Liveness::verdict_about(std::uint32_t rank) const {
 
 // Of one that is not known yet any word may be its own.
 bool Liveness::farewell_of(std::uint32_t rank) const {
-    const std::uint64_t leaving = mine_.pulse(rank).leaving.load(std::memory_order_acquire);
+    const std::uint64_t leaving = words_of(rank).leaving.load(std::memory_order_acquire);
     return leaving != 0 && (leaving == peers_[rank].instance || peers_[rank].state == PeerState::absent);
 }
 
@@ -155,16 +187,24 @@ bool Liveness::farewell_of(std::uint32_t rank) const {
 // nor where the accused has removed the accuser: that one was stopped, woke up, and found the accused's endpoint gone.
 std::optional<std::uint32_t> Liveness::verdict_of(std::uint32_t messenger) const {
     if (options_.independent) return std::nullopt;  // its numbers are its own
-    const std::uint64_t word = mine_.pulse(messenger).verdict.load(std::memory_order_acquire);
+    const std::uint64_t word = words_of(messenger).verdict.load(std::memory_order_acquire);
     const Verdict verdict = Verdict::of(word);
     const std::uint32_t accused = verdict.accused;
     if (word == 0 || accused >= peers_.size() || accused == messenger) return std::nullopt;
     if (verdict.speaker_tag != tag_of(messenger)) return std::nullopt;
     if (tag_of(accused) != 0 && verdict.accused_tag != tag_of(accused)) return std::nullopt;
-    const std::uint64_t fenced = accused == options_.rank ? fenced_.load(std::memory_order_relaxed)
-                                                          : mine_.pulse(accused).fenced.load(std::memory_order_acquire);
-    if ((fenced >> (messenger % 64) & 1) != 0) return std::nullopt;
+    if (fences(accused, messenger, verdict.speaker_tag)) return std::nullopt;
     return accused;
+}
+
+// Has that rank removed the messenger, or another process under its name? Only who maps that rank sees the second.
+bool Liveness::fences(std::uint32_t rank, std::uint32_t messenger, std::uint32_t tag) const {
+    const bool ours = rank == options_.rank;
+    const PulseBlock& words = ours ? mine_.own() : words_of(rank);
+    if ((words.fenced.load(std::memory_order_acquire) >> (messenger % 64) & 1) != 0) return true;
+    const SharedBlock& block = ours ? mine_ : peers_[rank].theirs;
+    const std::uint64_t has = block.present() ? block.about(messenger).has.load(std::memory_order_acquire) : 0;
+    return has != 0 && Verdict::tag(has) != tag;
 }
 
 // Whom the accused itself holds dead, and so on: who accuses another one is a messenger, however the word came here.
@@ -265,8 +305,9 @@ void Liveness::declare_dead(std::uint32_t rank, std::int32_t told_by, const std:
         peer.why = why;
         will_not_answer(rank);
     }
-    if (!options_.independent && verdict_.load(std::memory_order_relaxed) == 0)
-        verdict_.store(verdict_about(rank), std::memory_order_release);
+    std::atomic<std::uint64_t>& verdict = mine_.own().verdict;
+    if (!options_.independent && verdict.load(std::memory_order_relaxed) == 0)
+        verdict.store(verdict_about(rank), std::memory_order_release);
     if (!first_) first_ = Fault{rank, told_by, why};
     decided_.fetch_add(1, std::memory_order_acq_rel);
     has_fault_.store(true, std::memory_order_release);
@@ -294,12 +335,12 @@ bool Liveness::unreachable(std::uint32_t rank) const {
 }
 
 PeerPulse Liveness::pulse(std::uint32_t rank, TimeNs now) const {
-    const PulseBlock& block = mine_.pulse(rank);
+    const std::lock_guard lock(mutex_);
+    const PulseBlock& block = words_of(rank);
     PeerPulse pulse;
     pulse.heartbeat = block.heartbeat.load(std::memory_order_acquire);
     pulse.call_sequence = block.call_sequence.load(std::memory_order_acquire);
     pulse.phase = block.phase.load(std::memory_order_acquire);
-    const std::lock_guard lock(mutex_);
     const Peer& peer = peers_[rank];
     pulse.leaving = farewell_of(rank);
     pulse.age_ns = peer.state == PeerState::absent || peer.state == PeerState::removed ||
@@ -309,10 +350,15 @@ PeerPulse Liveness::pulse(std::uint32_t rank, TimeNs now) const {
     return pulse;
 }
 
-bool Liveness::says_farewell(std::uint32_t rank) const {
-    if (mine_.pulse(rank).leaving.load(std::memory_order_acquire) == 0) return false;
+std::vector<std::uint32_t> Liveness::missing_at(std::uint64_t barrier) const {
+    std::vector<std::uint32_t> missing;
     const std::lock_guard lock(mutex_);
-    return farewell_of(rank);
+    for (std::uint32_t rank = 0; rank < peers_.size(); ++rank) {
+        if (rank == options_.rank) continue;
+        const bool arrived = words_of(rank).barrier.load(std::memory_order_acquire) >= barrier && !removed_us(rank);
+        if (!arrived && !farewell_of(rank)) missing.push_back(rank);
+    }
+    return missing;
 }
 
 std::vector<std::uint32_t> Liveness::take_deaths() {
@@ -336,28 +382,34 @@ std::vector<int> Liveness::pidfds() const {
 }
 
 void Liveness::beat() {
-    heartbeat_.fetch_add(1, std::memory_order_relaxed);
-    store_to_mapped();
+    mine_.own().heartbeat.fetch_add(1, std::memory_order_relaxed);
+    ring_news();
 }
 
 void Liveness::publish_call(std::uint64_t sequence, std::uint64_t phase) {
-    call_sequence_.store(sequence, std::memory_order_relaxed);
-    phase_.store(phase, std::memory_order_relaxed);
-    store_to_mapped();
+    mine_.own().call_sequence.store(sequence, std::memory_order_relaxed);
+    mine_.own().phase.store(phase, std::memory_order_relaxed);
 }
 
 void Liveness::publish_verdict(std::uint32_t dead_rank) {
     {
         const std::lock_guard lock(mutex_);
-        if (verdict_.load(std::memory_order_relaxed) == 0)
-            verdict_.store(verdict_about(dead_rank), std::memory_order_release);
+        std::atomic<std::uint64_t>& verdict = mine_.own().verdict;
+        if (verdict.load(std::memory_order_relaxed) == 0)
+            verdict.store(verdict_about(dead_rank), std::memory_order_release);
     }
-    store_to_mapped();
+    ring_news();
 }
 
 void Liveness::publish_leaving() {
-    leaving_.store(options_.instance, std::memory_order_relaxed);
-    store_to_mapped();
+    mine_.own().leaving.store(options_.instance, std::memory_order_release);
+    ring_news();
+}
+
+void Liveness::publish_barrier(std::uint64_t epoch) {
+    const std::lock_guard lock(mutex_);
+    mine_.own().barrier.store(epoch, std::memory_order_release);
+    ring_mapped();
 }
 
 void Liveness::publish_fenced(std::uint32_t rank, bool fenced) {
@@ -366,9 +418,9 @@ void Liveness::publish_fenced(std::uint32_t rank, bool fenced) {
         const std::lock_guard lock(mutex_);
         if (peers_[rank].fenced == fenced) return;
         peers_[rank].fenced = fenced;
-        fenced_.store(fenced_word(), std::memory_order_relaxed);
+        mine_.own().fenced.store(fenced_word(), std::memory_order_release);
     }
-    store_to_mapped();
+    ring_news();
 }
 
 std::uint64_t Liveness::fenced_word() const {
@@ -379,28 +431,23 @@ std::uint64_t Liveness::fenced_word() const {
 }
 
 Liveness::Own Liveness::own() const {
-    return {heartbeat_.load(std::memory_order_relaxed), call_sequence_.load(std::memory_order_relaxed),
-            phase_.load(std::memory_order_relaxed),     verdict_.load(std::memory_order_relaxed),
-            leaving_.load(std::memory_order_relaxed),   fenced_.load(std::memory_order_relaxed)};
+    const PulseBlock& words = mine_.own();
+    return {words.heartbeat.load(std::memory_order_relaxed), words.call_sequence.load(std::memory_order_relaxed),
+            words.phase.load(std::memory_order_relaxed),     words.verdict.load(std::memory_order_relaxed),
+            words.leaving.load(std::memory_order_relaxed),   words.fenced.load(std::memory_order_relaxed)};
 }
 
-void Liveness::store_to_mapped() {
+void Liveness::ring_news() {
     const std::lock_guard lock(mutex_);
-    const Own words = own();  // read under the lock: an older value never follows a newer one
-    for (Peer& peer : peers_) {
-        if (!peer.theirs.present()) continue;
-        PulseBlock& block = peer.theirs.pulse(options_.rank);
-        block.heartbeat.store(words.heartbeat, std::memory_order_relaxed);
-        block.call_sequence.store(words.call_sequence, std::memory_order_relaxed);
-        block.phase.store(words.phase, std::memory_order_relaxed);
-        const bool news = block.verdict.load(std::memory_order_relaxed) != words.verdict ||
-                          block.leaving.load(std::memory_order_relaxed) != words.leaving ||
-                          block.fenced.load(std::memory_order_relaxed) != words.fenced;
-        block.fenced.store(words.fenced, std::memory_order_release);
-        block.verdict.store(words.verdict, std::memory_order_release);
-        block.leaving.store(words.leaving, std::memory_order_release);
-        if (news) Doorbell(peer.theirs.doorbell()).ring();
-    }
+    const Own words = own();
+    if (words.verdict == rung_.verdict && words.leaving == rung_.leaving && words.fenced == rung_.fenced) return;
+    rung_ = words;
+    ring_mapped();
+}
+
+void Liveness::ring_mapped() const {
+    for (const Peer& peer : peers_)
+        if (peer.theirs.present()) Doorbell(peer.theirs.doorbell()).ring();
 }
 
 }  // namespace expertwire::runtime

@@ -57,11 +57,11 @@ class Liveness {
     // `instance`: who has the name now. What was said of another, or by another, counts for nothing.
     void add(std::uint32_t rank, const ProcessIdentity& process, std::uint64_t instance, TimeNs now);
     void remove(std::uint32_t rank);
-    void map(std::uint32_t rank, SharedBlock theirs);  // their words for me are stored, not added
+    void map(std::uint32_t rank, SharedBlock theirs);  // its words are read there, until it is removed
 
     // The progress thread, a few times a second: looks at pidfds and heartbeats, decides what is ripe.
     void tick(TimeNs now);
-    // Beats into every mapped peer; the context adds the same over the fabric to the others.
+    // For who maps us; the context adds the same over the fabric for the others.
     void beat();
     // A provider's error for that peer. Any thread.
     void suspect(std::uint32_t rank, const std::string& why, TimeNs now);
@@ -78,8 +78,9 @@ class Liveness {
     // has not been heard since. Ends by itself, in silence_ns + grace_ns and a few ticks.
     bool undecided(std::uint32_t rank, TimeNs since) const;
     PeerPulse pulse(std::uint32_t rank, TimeNs now) const;
-    bool says_farewell(std::uint32_t rank) const;  // the one that has the name now; its state may not say so yet
-    std::vector<std::uint32_t> take_deaths();      // ranks that will not answer any more, since the last call
+    // Who has not come to that barrier, and may yet: who leaves arrives nowhere any more, and holds nobody up.
+    std::vector<std::uint32_t> missing_at(std::uint64_t barrier) const;
+    std::vector<std::uint32_t> take_deaths();  // ranks that will not answer any more, since the last call
     bool has_deaths() const { return deaths_pending_.load(std::memory_order_acquire); }
     std::uint64_t decided() const { return decided_.load(std::memory_order_acquire); }  // grows with each of them
     std::vector<int> pidfds() const;  // of watched peers, for the progress thread's poll
@@ -87,9 +88,10 @@ class Liveness {
     void publish_call(std::uint64_t sequence, std::uint64_t phase);
     void publish_verdict(std::uint32_t dead_rank);  // the first one stays
     void publish_leaving();
+    void publish_barrier(std::uint64_t epoch);
     // A peer that is being removed because it fell silent: it may wake up and hold me dead. Until it is added again.
     void publish_fenced(std::uint32_t rank, bool fenced);
-    // What the across-host path must have told: absolute values, so that the context can add the difference.
+    // What who does not map us must have been told: absolute values, so that the context can add the difference.
     struct Own {
         std::uint64_t heartbeat, call_sequence, phase, verdict, leaving, fenced;
     };
@@ -107,12 +109,18 @@ class Liveness {
         TimeNs suspected_ns = 0;
         TimeNs trouble_ns = 0;  // the others must have been heard after this; the last beat where silence was the sign
         bool fenced = false;    // by us
+        bool has_us = false;    // it has been seen to have added us
         bool final_word = false;  // the process is gone and its stores were visible at once: nothing more can arrive
         std::string why;
     };
 
     void look_at(std::uint32_t rank, Peer& peer, TimeNs now);
     void hear(std::uint32_t rank, Peer& peer, TimeNs now);
+    void look_for_us(std::uint32_t rank, Peer& peer);
+    bool removed_us(std::uint32_t rank) const;
+    void forget_fault(std::uint32_t rank);
+    const PulseBlock& words_of(std::uint32_t rank) const;
+    bool fences(std::uint32_t rank, std::uint32_t messenger, std::uint32_t tag) const;
     bool may_be_earlier(std::uint32_t other, std::uint32_t rank, TimeNs since) const;
     bool others_decided(std::uint32_t rank, TimeNs since) const;
     void decide(std::uint32_t rank, Peer& peer, TimeNs now);
@@ -125,7 +133,8 @@ class Liveness {
     void suspect_locked(Peer& peer, const std::string& why, TimeNs now, TimeNs trouble_ns);
     void declare_dead(std::uint32_t rank, std::int32_t told_by, const std::string& why);
     void will_not_answer(std::uint32_t rank);
-    void store_to_mapped();
+    void ring_news();
+    void ring_mapped() const;
     std::uint64_t fenced_word() const;
 
     LivenessOptions options_;
@@ -138,7 +147,7 @@ class Liveness {
     std::atomic<bool> any_left_{false};
     std::atomic<bool> deaths_pending_{false};
     std::atomic<std::uint64_t> decided_{0};
-    std::atomic<std::uint64_t> heartbeat_{0}, call_sequence_{0}, phase_{0}, verdict_{0}, leaving_{0}, fenced_{0};
+    Own rung_{};  // verdict, leaving, fenced: as they were when those that map us were last woken for them
     TimeNs last_tick_ns_ = 0;
 };
 

@@ -11,7 +11,9 @@
 
 namespace expertwire::runtime {
 
-// Written by one source rank only: by stores where it maps me, else by its fabric adds (SPEC T22).
+// One rank's words about itself, in two places. Its own block holds them as it stores them: who maps that reads them
+// there, so that nobody stores to memory of another's, and a process that was removed, and wakes, tells nobody. The
+// others have a copy of their own, by fabric adds of the differences (SPEC T22: a word has one kind of writer).
 struct alignas(64) PulseBlock {
     std::atomic<std::uint64_t> heartbeat;
     std::atomic<std::uint64_t> call_sequence;
@@ -19,11 +21,18 @@ struct alignas(64) PulseBlock {
     std::atomic<std::uint64_t> verdict;  // a Verdict's word, 0: none
     std::atomic<std::uint64_t> leaving;  // the instance that leaves, 0: none does
     std::atomic<std::uint64_t> fenced;   // bit rank % 64: I have removed it, and what it says of me counts for nothing
+    std::atomic<std::uint64_t> barrier;  // the last epoch; absolute
 };
 static_assert(sizeof(PulseBlock) == 64);
 
-// A word may outlive the process that said it, and the one that it is about: one that was stopped and removed wakes and
-// stores to memory that it still maps. So a verdict carries tags of both instances, and counts only for these.
+// In one rank's block, about another one.
+struct PeerWords {
+    std::atomic<std::uint64_t> has;     // by the block's owner: the instance that has that name here, 0: none
+    std::atomic<std::uint64_t> reader;  // by the other, its instance: it maps this block, and reads own() there
+};
+
+// A word may outlive the process that said it, and the one that it is about: not everybody removes a rank, and adds who
+// comes next under its name, at the same time. So a verdict carries tags of both instances, and counts only for these.
 struct Verdict {
     std::uint32_t accused = 0;  // rank
     std::uint32_t accused_tag = 0;
@@ -41,20 +50,22 @@ struct Verdict {
     }
 };
 
-struct alignas(64) BarrierWord {
-    std::atomic<std::uint64_t> epoch;  // absolute, one word per source
-};
-
 struct SharedLayout {
     std::uint32_t ranks = 0;
 
     static constexpr std::uint64_t doorbell_offset = 0;
-    static constexpr std::uint64_t pulses_offset = 64;
-    std::uint64_t pulse_offset(std::uint32_t source) const { return pulses_offset + sizeof(PulseBlock) * source; }
-    std::uint64_t barrier_offset(std::uint32_t source) const {
-        return pulses_offset + sizeof(PulseBlock) * ranks + sizeof(BarrierWord) * source;
+    static constexpr std::uint64_t own_offset = sizeof(DoorbellWord);
+    static constexpr std::uint64_t pulses_offset = own_offset + sizeof(PulseBlock);
+    constexpr std::uint64_t pulse_offset(std::uint32_t source) const {
+        return pulses_offset + sizeof(PulseBlock) * source;
     }
-    std::uint64_t bytes() const { return barrier_offset(ranks); }
+    constexpr std::uint64_t barrier_offset(std::uint32_t source) const {
+        return pulse_offset(source) + offsetof(PulseBlock, barrier);
+    }
+    constexpr std::uint64_t about_offset(std::uint32_t rank) const {
+        return pulse_offset(ranks) + sizeof(PeerWords) * rank;
+    }
+    constexpr std::uint64_t bytes() const { return about_offset(ranks); }
 };
 
 // A view of one rank's region, mine or mapped.
@@ -64,11 +75,12 @@ struct SharedBlock {
 
     bool present() const { return base != nullptr; }
     DoorbellWord* doorbell() const { return reinterpret_cast<DoorbellWord*>(base + SharedLayout::doorbell_offset); }
+    PulseBlock& own() const { return *reinterpret_cast<PulseBlock*>(base + SharedLayout::own_offset); }
     PulseBlock& pulse(std::uint32_t source) const {
         return *reinterpret_cast<PulseBlock*>(base + layout.pulse_offset(source));
     }
-    std::atomic<std::uint64_t>& barrier(std::uint32_t source) const {
-        return reinterpret_cast<BarrierWord*>(base + layout.barrier_offset(source))->epoch;
+    PeerWords& about(std::uint32_t rank) const {
+        return *reinterpret_cast<PeerWords*>(base + layout.about_offset(rank));
     }
 };
 

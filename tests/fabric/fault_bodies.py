@@ -225,3 +225,26 @@ def await_farewell(endpoint: Endpoint, peer: int) -> None:
 
 def remove(endpoint: Endpoint, peer: int) -> None:
     endpoint.remove_peer(peer)
+
+
+def try_barriers(endpoint: Endpoint, count: int, timeout_ms: int) -> list[str]:
+    """How each ends."""
+    ended = []
+    for _ in range(count):
+        try:
+            endpoint.barrier(timeout_ms)
+            ended.append("ok")
+        except ExpertwireError as error:
+            ended.append(f"{type(error).__name__}: {error}")
+    return ended
+
+
+def beats(endpoint: Endpoint, peer: int) -> int:
+    return int(endpoint.native.pulse(peer)[0])
+
+
+def await_beats(endpoint: Endpoint, peer: int, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while beats(endpoint, peer) < count:
+        assert time.monotonic() < deadline, f"rank {peer} has beaten {beats(endpoint, peer)} times"
+        endpoint.native.doorbell_wait(endpoint.native.doorbell_seen(), 20)

@@ -61,9 +61,8 @@ def live(connection: Connection, rank: int, size: int, settings: Settings, argum
             if peer == rank:
                 continue
             endpoint.add_peer(peer, blob)
-            for name, number in descriptors.items() if share else ():
-                with open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
-                    endpoint.native.map_peer(peer, name, file.fileno())
+            if share:
+                map_peer(endpoint, peer, pid, descriptors)
         connection.send("mapped")
         connection.recv()
         endpoint.start()
@@ -125,11 +124,14 @@ class Group:
             member.ask(body, *arguments)
         return [member.answer() for member in self.members]
 
-    def restart(self, rank: int, *, stale: bool = False, early: Callable[[], None] | None = None, spare: bool = False) -> Rank:
+    def restart(
+        self, rank: int, *, stale: bool = False, early: Callable[[], None] | None = None, spare: bool = False, mapped: bool = False
+    ) -> Rank:
         """The process of this rank is ended, however it is; a new one under its name is connected to the others, who removed it before.
 
         `stale`: it is given the others' first blobs. `early`: is called when it has begun to work, and nobody has added it yet.
-        `spare`: the old one, which is returned, lives on; a stopped one must be woken before the group ends.
+        `spare`: the old one, which is returned, lives on; a stopped one must be woken before the group ends. `mapped`: the others map the
+        new one's memory, too, as it maps theirs where the group shares.
         """
         old = self.members[rank]
         if spare:
@@ -150,6 +152,8 @@ class Group:
             early()
         for member in others:
             member.call(add_peer, rank, blob)
+            if mapped:
+                member.call(map_peer, rank, fresh.pid, fresh.descriptors)
         if not early:
             fresh.connection.send(None)
         return old
@@ -161,6 +165,12 @@ def blob_of(endpoint: Any) -> bytes:
 
 def add_peer(endpoint: Any, rank: int, blob: bytes) -> None:
     endpoint.add_peer(rank, blob)
+
+
+def map_peer(endpoint: Any, rank: int, pid: int, descriptors: dict[str, int]) -> None:
+    for name, number in descriptors.items():
+        with open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
+            endpoint.native.map_peer(rank, name, file.fileno())
 
 
 def start(rank: int, size: int, settings: Settings, share: bool, arguments: dict[str, Any]) -> Rank:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from expertwire.fabric.config import Settings
 from fabric import bodies, fault_bodies
-from fabric.ranks import LOCAL, SHM, TCP, ranks
+from fabric.ranks import LOCAL, SHM, TCP, Group, Rank, ranks
 
 SEEN_S = 20.0  # 10 s (SPEC T19), on a machine that is busy with other tests
 WAIT_MS = 500
@@ -127,3 +130,88 @@ def test_what_one_says_that_was_removed_and_wakes_does_not_end_who_has_its_name_
         for rank in (0, 1):
             group[rank].call(fault_bodies.await_farewell, 2)
             assert group[rank].call(bodies.await_fault, 300) is None
+
+
+@contextmanager
+def replaced_while_stopped(settings: Settings, share: bool, fenced: bool, mapped: bool, silence_ms: int) -> Iterator[tuple[Group, Rank]]:
+    """Rank 2 is stopped and removed, another process has its name, and the old one wakes up. Not fenced: before it could be missed."""
+    settings = dataclasses.replace(settings, liveness="heartbeat")
+    with ranks(3, settings, share=share, heartbeat_ms=100, silence_ms=silence_ms) as group:
+        group.all(bodies.barrier_in_order, 1)
+        pid = group[2].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for rank in (0, 1):
+                if fenced:
+                    group[rank].call(bodies.await_silence, 2, 700)
+                group[rank].ask(fault_bodies.remove, 2)
+            for rank in (0, 1):
+                group[rank].answer()
+            old = group.restart(2, spare=True, mapped=mapped)
+            group.all(bodies.barrier_briefly, 10_000)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        yield group, old
+
+
+@pytest.mark.parametrize(
+    ("settings", "share", "fenced", "mapped"),
+    [(LOCAL, True, True, True), (LOCAL, True, False, False), (LOCAL, False, False, False), (TCP, True, True, False)],
+    ids=["local", "local not missed", "local over the fabric", "tcp"],
+)
+def test_who_wakes_and_has_been_replaced_tells_nobody_anything(settings: Settings, share: bool, fenced: bool, mapped: bool) -> None:
+    """Its beats hide no silence of the newcomer's, its barriers pass for none of them, and it is told."""
+    with replaced_while_stopped(settings, share, fenced, mapped, 1500) as (group, old):
+        if share:
+            assert old.call(bodies.await_fault, 10_000)[0] == 2, "it learns who it is no longer"
+        ended = old.call(fault_bodies.try_barriers, 2, 200)
+        assert "ok" not in ended
+        for rank in (0, 1):
+            group[rank].ask(bodies.barrier_briefly, 10_000)
+        assert not any(group[rank].connection.poll(0.3) for rank in (0, 1)), "a barrier was passed without rank 2"
+        group[2].call(bodies.barrier_briefly, 10_000)
+        for rank in (0, 1):
+            group[rank].answer()
+        os.kill(group[2].pid, signal.SIGSTOP)
+        try:
+            assert [(group[rank].call(bodies.await_fault, 8000) or (None,))[0] for rank in (0, 1)] == [2, 2]
+        finally:
+            os.kill(group[2].pid, signal.SIGCONT)
+
+
+def test_who_wakes_and_has_been_replaced_does_not_unsay_whom_the_other_has_removed() -> None:
+    """The newcomer removes rank 1, which was stopped and wakes up to hold it dead: rank 0 does not heed that."""
+    with replaced_while_stopped(LOCAL, True, True, False, 60_000) as (group, old):
+        os.kill(group[1].pid, signal.SIGSTOP)
+        try:
+            group[2].call(bodies.await_silence, 1, 700)
+            group[2].call(fault_bodies.remove, 1)
+            beats = group[0].call(fault_bodies.beats, 1)
+            os.kill(group[2].pid, signal.SIGSTOP)
+        finally:
+            os.kill(group[1].pid, signal.SIGCONT)
+        try:
+            group[0].call(fault_bodies.await_beats, 1, beats + 5)  # the old one's, too
+            group[1].call(bodies.publish_verdict, 2)
+            assert group[0].call(bodies.await_fault, 500) is None
+        finally:
+            os.kill(group[2].pid, signal.SIGCONT)
+        assert old.call(bodies.await_fault, 10_000)[0] == 2
+
+
+@NOT_SHM
+def test_who_is_removed_and_added_again_goes_on_where_it_was(settings: Settings) -> None:
+    """The same process, whose memory was mapped before and is not now: neither side's words are counted twice."""
+    with ranks(2, settings, share=True, heartbeat_ms=100) as group:
+        group.all(bodies.barrier_in_order, 3)
+        group[0].call(bodies.remove_and_add, 1)
+        for _ in range(2):
+            group.all(bodies.barrier_briefly, 10_000)
+        for early, late in ((1, 0), (0, 1)):
+            group[early].ask(bodies.barrier_briefly, 10_000)
+            assert not group[early].connection.poll(0.2), f"rank {early} passed a barrier without rank {late}"
+            group[late].call(bodies.barrier_briefly, 10_000)
+            group[early].answer()
+        group[1].call(bodies.close_twice)
+        group[0].call(fault_bodies.await_farewell, 1)
+        assert group[0].call(bodies.await_fault, 300) is None
