@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy
 import pytest
 
+from expertwire.errors import CapacityError
 from expertwire.fabric.config import Settings
-from expertwire.transfer import Agent
+from expertwire.transfer import Agent, TransferState
 from transfer import bodies
 from transfer.world import BOTH, TCP, Group, agents
 
@@ -167,3 +169,24 @@ def test_an_agent_may_close_while_it_lets_others_go() -> None:
             while not any(thread.name == "expertwire parting" for thread in threading.enumerate()):
                 assert time.monotonic() < until, "nobody is let go"
                 a._connections.look_around()
+
+
+def test_what_can_never_be_taken_is_refused_by_name_and_costs_nothing() -> None:
+    settings = BOTH["local"]
+    with Agent("a", settings, operations_max=4096) as a, Agent("b", settings) as b:
+        mine, theirs = (numpy.arange(200_000, dtype=numpy.uint8) for _ in range(2))
+        theirs[:] = 0
+        bases = [int(memory.ctypes.data) for memory in (mine, theirs)]
+        a.register([(bases[0], 200_000, 0)], "DRAM")
+        b.register([(bases[1], 200_000, 0)], "DRAM")
+        a.add_remote(b.card())
+        rows = [[(base + 16 * i, 8, 0) for i in range(9000)] for base in bases]
+        large = a.initialize("WRITE", *rows, "b", kind="DRAM")
+        with pytest.raises(CapacityError, match=r"WRITE of 9000 descriptors, 72000 bytes, with agent 'b', in 9000 pieces, .*split it"):
+            large.post()
+        assert large.state() is TransferState.READY
+        assert not theirs.any()
+        whole = a.initialize("WRITE", [(bases[0], 200_000, 0)], [(bases[1], 200_000, 0)], "b", kind="DRAM")
+        whole.post()
+        whole.wait()
+        assert numpy.array_equal(mine, theirs)

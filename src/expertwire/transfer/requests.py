@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from expertwire.errors import (
     ActiveError,
     CancelledRequestError,
+    CapacityError,
+    DeadlineError,
     ExpertwireError,
     InvalidArgumentError,
     NotFoundError,
@@ -145,9 +147,17 @@ class Transfer:
             if notification:
                 self._check_notification(notification)
                 self.notification = notification
-            runs = self._runs
             wall = time.time_ns()
-            self._request = self._endpoint.submit_arrays(
+            self._request = self._submit(timeout_ms)
+            self._state, self.error, self.ended_ns = after, None, None
+            self.posted_ns, self.start_wall_ns = begun, wall
+            self.post_duration_ns = time.monotonic_ns() - begun
+            return self._state
+
+    def _submit(self, timeout_ms: int | None) -> Request:
+        runs = self._runs
+        try:
+            return self._endpoint.submit_arrays(
                 self.operation.lower(),
                 self._peer.number,
                 runs.locals_,
@@ -160,10 +170,10 @@ class Transfer:
                 later=self._lane > 0,
                 timeout_ms=timeout_ms,
             )
-            self._state, self.error, self.ended_ns = after, None, None
-            self.posted_ns, self.start_wall_ns = begun, wall
-            self.post_duration_ns = time.monotonic_ns() - begun
-            return self._state
+        except PeerError as error:
+            raise PeerError(f"the {self._what()} was not begun: {error}", self._peer.number) from None
+        except (CapacityError, DeadlineError, TransferError) as error:
+            raise type(error)(f"the {self._what()}, in {self.run_count} pieces, was not begun: {error}") from None
 
     def check(self) -> TransferState:
         """Help for at most 20 µs, then how it stands: ACTIVE or DONE. Raises `NotPostedError` before a post, and its error once it failed.
