@@ -137,7 +137,7 @@ def serve(line: Line, name: str, blocks: int, nbytes: int) -> None:
                 eventually(lambda rest=rest: len(agent.update_notifs().get(rest[0], [])) >= rest[1])
                 line.say(agent.notifs.pop(rest[0]))
             elif command == "block":
-                line.say(memory[rest[0]].unique().tolist())
+                line.say(sorted({int(memory[rest[0]].min()), int(memory[rest[0]].max())}))
             elif command == "sum":
                 line.say(int(memory.sum(dtype=torch.int64)))
             elif command == "deregister":

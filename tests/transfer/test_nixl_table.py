@@ -107,3 +107,13 @@ def test_what_is_refused_raises() -> None:
     refused = {name for name, verdict in listed().items() if verdict == "refused"}
     assert refused == {"prep_mem_view", "release_mem_view", "agent"}
     assert not hasattr(nixl.nixl_agent, "agent")
+
+
+def test_every_fault_names_a_test_that_exists() -> None:
+    begun = TEXT.index("| seen there |")
+    lines = [line.split("|") for line in TEXT[begun : TEXT.index("## What callers call")].splitlines() if line.startswith("|")][2:]
+    assert len(lines) >= 12
+    for _, _, _, cell, _ in lines:
+        (name,) = re.findall(r"`(\w+)`", cell)
+        (file,) = re.findall(r"in (\w+\.py)", cell) or ["test_nixl_faults.py"]
+        assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8")
