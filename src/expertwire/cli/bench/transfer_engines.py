@@ -163,7 +163,7 @@ ENGINES = {
             providers=("tcp",),
             variables=(("tcp", "FI_PROVIDER", "tcp"),),
             hard_exit=True,
-            binaries=("_bindings*.so", "nixl/libplugin_LIBFABRIC.so"),
+            binaries=("_bindings*.so", "nixl/libplugin_LIBFABRIC.so", "libfabric*.so*"),
         ),
         Engine(
             "mooncake",
