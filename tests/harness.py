@@ -81,6 +81,15 @@ def forget_buffers(rank: Rank) -> None:
         assert not more, f"rank {rank.rank} left behind: {dict(more)}"
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP; when this returns none of its threads runs. kill(2) returns before: one on another core may still do what it is about to."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + END_S
+    while not all(entry.read_text().rpartition(")")[2].split()[0] == "T" for entry in Path(f"/proc/{pid}/task").glob("*/stat")):
+        assert time.monotonic() < deadline, f"process {pid} has not stopped in {END_S} s"
+        time.sleep(0.001)
+
+
 class RanksFailedError(AssertionError):
     """At least one rank raised, died or hung; the message has the tracebacks."""
 

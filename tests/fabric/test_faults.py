@@ -13,6 +13,7 @@ import pytest
 from expertwire.fabric.config import Settings
 from fabric import bodies, fault_bodies
 from fabric.ranks import LOCAL, SHM, TCP, Group, Rank, ranks
+from harness import stop
 
 SEEN_S = 20.0  # 10 s (SPEC T19), on a machine that is busy with other tests
 WAIT_MS = 500
@@ -55,7 +56,7 @@ def test_a_rank_killed_in_a_transfer_fails_its_writer_alone(settings: Settings) 
 def test_a_rank_stopped_in_a_transfer_holds_up_its_writes_alone(settings: Settings) -> None:
     with ranks(3, settings) as group:
         group.all(bodies.barrier_in_order, 1)
-        os.kill(group[2].pid, signal.SIGSTOP)
+        stop(group[2].pid)
         try:
             ended, seconds, statuses = group[0].call(fault_bodies.write_to_a_stopped, 2, 1, 40, WAIT_MS)
         finally:
@@ -74,7 +75,7 @@ def test_one_that_was_stopped_and_wakes_finds_the_region_closed() -> None:
         group.all(bodies.barrier_in_order, 1)
         group[2].ask(fault_bodies.write_on, 1, 0xEE)
         assert group[1].call(bodies.wait_counter, 9, 3)
-        os.kill(group[2].pid, signal.SIGSTOP)
+        stop(group[2].pid)
         try:
             group[1].call(fault_bodies.fence_off, 2, 0x5A)
         finally:
@@ -111,7 +112,7 @@ def test_what_one_says_that_was_removed_and_wakes_does_not_end_who_has_its_name_
     """
     with ranks(3, LOCAL, share=True, heartbeat_ms=100 if fenced else 1000) as group:
         group.all(bodies.barrier_in_order, 1)
-        os.kill(group[2].pid, signal.SIGSTOP)
+        stop(group[2].pid)
         pid = group[2].pid
         try:
             for rank in (0, 1):
@@ -139,7 +140,7 @@ def replaced_while_stopped(settings: Settings, share: bool, fenced: bool, mapped
     with ranks(3, settings, share=share, heartbeat_ms=100, silence_ms=silence_ms) as group:
         group.all(bodies.barrier_in_order, 1)
         pid = group[2].pid
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             for rank in (0, 1):
                 if fenced:
@@ -172,7 +173,7 @@ def test_who_wakes_and_has_been_replaced_tells_nobody_anything(settings: Setting
         group[2].call(bodies.barrier_briefly, 10_000)
         for rank in (0, 1):
             group[rank].answer()
-        os.kill(group[2].pid, signal.SIGSTOP)
+        stop(group[2].pid)
         try:
             assert [(group[rank].call(bodies.await_fault, 8000) or (None,))[0] for rank in (0, 1)] == [2, 2]
         finally:
@@ -182,12 +183,12 @@ def test_who_wakes_and_has_been_replaced_tells_nobody_anything(settings: Setting
 def test_who_wakes_and_has_been_replaced_does_not_unsay_whom_the_other_has_removed() -> None:
     """The newcomer removes rank 1, which was stopped and wakes up to hold it dead: rank 0 does not heed that."""
     with replaced_while_stopped(LOCAL, True, True, False, 60_000) as (group, old):
-        os.kill(group[1].pid, signal.SIGSTOP)
+        stop(group[1].pid)
         try:
             group[2].call(bodies.await_silence, 1, 700)
             group[2].call(fault_bodies.remove, 1)
             beats = group[0].call(fault_bodies.beats, 1)
-            os.kill(group[2].pid, signal.SIGSTOP)
+            stop(group[2].pid)
         finally:
             os.kill(group[1].pid, signal.SIGCONT)
         try:

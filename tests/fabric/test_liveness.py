@@ -13,6 +13,7 @@ from expertwire.errors import PeerError
 from expertwire.fabric.config import Settings
 from fabric import bodies
 from fabric.ranks import LOCAL, SHM, TCP, ranks
+from harness import stop
 
 SEEN_S_MAX = 20.0  # 10 s (SPEC T19), on a machine that is busy with other tests
 BOTH = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])
@@ -68,7 +69,7 @@ def test_who_breaks_off_after_another_fell_silent_is_not_named() -> None:
     settings = dataclasses.replace(TCP, liveness="heartbeat")
     with ranks(4, settings, heartbeat_ms=200, silence_ms=2500) as group:
         group.all(bodies.barrier_in_order, 1)
-        os.kill(group[3].pid, signal.SIGSTOP)
+        stop(group[3].pid)
         try:
             for member in (group[0], group[2]):
                 member.call(bodies.await_silence, 3, 800)
@@ -99,7 +100,7 @@ def test_a_stopped_peer_across_hosts_is_dead_after_silence() -> None:
     settings = dataclasses.replace(TCP, liveness="heartbeat")
     with ranks(2, settings, heartbeat_ms=100, silence_ms=1500) as pair:
         pair.all(bodies.barrier_in_order, 1)
-        os.kill(pair[1].pid, signal.SIGSTOP)
+        stop(pair[1].pid)
         try:
             fault = pair[0].call(bodies.await_fault, 8000)
         finally:

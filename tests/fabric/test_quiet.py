@@ -13,6 +13,7 @@ import pytest
 from expertwire.fabric.config import Settings
 from fabric import bodies, quiet_bodies
 from fabric.ranks import LOCAL, TCP, Group, ranks
+from harness import stop
 
 SLOTS = 4
 COUNT = 40
@@ -23,7 +24,7 @@ WAITS = {"request", "quiet", "barrier", "counter", "submission", "deregistration
 
 @contextmanager
 def stopped(group: Group, rank: int) -> Iterator[None]:
-    os.kill(group[rank].pid, signal.SIGSTOP)
+    stop(group[rank].pid)
     try:
         yield
     finally:

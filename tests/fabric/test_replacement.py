@@ -16,6 +16,7 @@ from fabric import bodies as common
 from fabric import replacement_bodies as bodies
 from fabric.provider_setups import on_library
 from fabric.ranks import TCP, Group, ranks
+from harness import stop
 
 HARD_MS = 1500
 FAILED = {"TIMED_OUT", "ABORTED"}  # itself past the hard deadline, or behind one that was
@@ -26,7 +27,7 @@ LIBRARIES = pytest.mark.parametrize("library", ["chosen", "system"])
 @contextmanager
 def stopped(group: Group, rank: int) -> Iterator[None]:
     """From here on: the kernel stops each thread when it next looks, and one that runs answers what is written to it until then."""
-    os.kill(group[rank].pid, signal.SIGSTOP)
+    stop(group[rank].pid)
     deadline = time.monotonic() + 10
     while not all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in Path(f"/proc/{group[rank].pid}/task").glob("*/stat")):
         assert time.monotonic() < deadline, f"rank {rank} has not stopped"
@@ -249,7 +250,7 @@ def test_a_pause_of_our_own_is_not_held_against_who_is_told_of_a_replacement() -
                     assert time.monotonic() < deadline, "rank 0 opens no endpoint"
                     time.sleep(0.001)
                 time.sleep(0.2)  # for it to tell rank 1; the test proves nothing where that takes longer
-                os.kill(group[0].pid, signal.SIGSTOP)
+                stop(group[0].pid)
             time.sleep(HARD_MS / 1000 + 0.3)
             os.kill(group[0].pid, signal.SIGCONT)
             group[0].answer()

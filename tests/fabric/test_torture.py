@@ -11,6 +11,7 @@ import pytest
 from expertwire.fabric.config import Settings
 from fabric import bodies, torture_bodies
 from fabric.ranks import LOCAL, SHM, TCP, ranks
+from harness import stop
 
 RANKS = 6
 COUNT = 24  # writes to each peer on each lane
@@ -69,7 +70,7 @@ def test_one_stopped_peer_leaves_slots_for_the_others(settings: Settings) -> Non
     """It can hold a slot of its lane and one of the runtime's; two are left for the rest. (On local nothing is ever held.)"""
     with ranks(4, settings) as group:  # not TIGHT: the one operation that libfabric takes then would be the stopped peer's
         group.all(bodies.barrier_in_order, 1)
-        os.kill(group[3].pid, signal.SIGSTOP)
+        stop(group[3].pid)
         try:
             group[0].call(bodies.stuck_write, 3, 1 << 18, 100)
             for member in (group[0], group[1], group[2]):

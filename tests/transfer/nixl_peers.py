@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from harness import server
+from harness import server, stop
 
 DEADLINE_S = 30.0
 END_S = 5.0
@@ -62,8 +62,11 @@ class Process:
         return self.hear()
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGSTOP, SIGCONT or SIGKILL; it has got the last one when this returns."""
+        """SIGSTOP, SIGCONT or SIGKILL; it has got the first and the last one when this returns."""
         assert self._process.pid is not None
+        if number is signal.SIGSTOP:
+            stop(self._process.pid)
+            return
         os.kill(self._process.pid, number)
         if number is signal.SIGKILL:
             self._process.join(END_S)
