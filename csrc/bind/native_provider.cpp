@@ -129,6 +129,7 @@ nb::list provider_table_rows() {
         row["name"] = rules.name;
         row["tested"] = rules.tested;
         row["avoided"] = rules.avoided;
+        row["since"] = rules.since;
         row["order"] = trust_name(rules.order);
         row["delivery_complete_kept"] = rules.delivery_complete_kept;
         row["atomics_kept"] = rules.atomics_kept;
@@ -154,6 +155,7 @@ nb::dict gate_facts(const nb::dict& granted, const nb::dict& options) {
     order.atomics = flag("atomics");
     order.delivery_complete = flag("delivery_complete");
     order.immediates = flag("immediates");
+    order.version = nb::cast<std::uint32_t>(granted.get("version", nb::int_(0)));
     order.endpoints = nb::cast<std::uint32_t>(granted.get("endpoints", nb::int_(1)));
     const ProviderSettings settings = settings_from(options);
     const OrderingVerdict verdict = classify_order(order, settings);

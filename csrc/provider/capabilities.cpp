@@ -27,6 +27,11 @@ std::string order_proof(const GrantedOrder& granted, const ProviderSettings& set
 OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettings& settings) {
     const ProviderRules& rules = rules_of(granted.provider, granted.fabric);
     if (*rules.avoided != '\0') return {OrderingClass::delivery_gated, false, rules.avoided};
+    if (granted.version != 0 && granted.version < rules.since) {
+        return {OrderingClass::delivery_gated, false,
+                "this one is of libfabric " + std::to_string(granted.version / 100) + "." +
+                    std::to_string(granted.version % 100) + ": " + rules.before};
+    }
     if (std::string proof = order_proof(granted, settings, rules); !proof.empty()) {
         return {OrderingClass::ordered, true, std::move(proof)};
     }

@@ -55,7 +55,8 @@ struct GrantedOrder {
     std::uint64_t waw_bytes_max = 0;  // max_order_waw_size
     bool atomics = false;             // FI_ATOMIC granted and valid for a 64-bit add
     bool delivery_complete = false;
-    bool immediates = false;  // remote CQ data of >= 4 bytes with a write
+    bool immediates = false;    // remote CQ data of >= 4 bytes with a write
+    std::uint32_t version = 0;  // of the provider, 100 × major + minor of its libfabric; 0: not known
     std::uint32_t endpoints = 1;
 };
 

@@ -6,11 +6,21 @@ namespace expertwire {
 namespace {
 
 constexpr const char* kMisbehaves = "known to misbehave; use tcp";
+// prov/shm/src/smr_progress.c, smr_progress_resp: it stops at the first response that is not there, whose ever it is;
+// and smr.h: `lock` of the region that a process shares with its peers, which they take too, to post there.
+constexpr const char* kOrderedEnds =
+    "before libfabric 2.5 its operations end in the order of their posts, so that one for a stopped or killed rank "
+    "holds "
+    "up all behind it, and a rank that was stopped with the lock of its queue holds its writers for ever; use "
+    "libfabric "
+    "2.5 or later, provider local (ranks of one host) or tcp";
 
 constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "tcp",
      .tested = true,
      .avoided = "",
+     .since = 0,
+     .before = "",
      .order = OrderTrust::never,
      .delivery_complete_kept = true,
      .atomics_kept = true,
@@ -27,6 +37,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "shm",
      .tested = true,
      .avoided = "",
+     .since = 205,
+     .before = kOrderedEnds,
      .order = OrderTrust::on_request,
      .delivery_complete_kept = true,
      .atomics_kept = false,
@@ -41,6 +53,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "cxi",
      .tested = false,
      .avoided = "",
+     .since = 0,
+     .before = "",
      .order = OrderTrust::on_request,
      .delivery_complete_kept = true,  // a flushing read at the target (fi_cxi(7), "Operation flags")
      .atomics_kept = true,
@@ -54,6 +68,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "efa-direct",
      .tested = false,
      .avoided = "",
+     .since = 0,
+     .before = "",
      .order = OrderTrust::never,
      .delivery_complete_kept = false,  // in op_flags, but nothing in efa_rma.c acts on it
      .atomics_kept = false,
@@ -67,6 +83,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "efa",
      .tested = false,
      .avoided = "",
+     .since = 0,
+     .before = "",
      .order = OrderTrust::never,      // SAS and ATOMIC_* only
      .delivery_complete_kept = true,  // efa_rdm_rma.c takes a write protocol with an acknowledgement
      .atomics_kept = true,
@@ -81,6 +99,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "verbs",
      .tested = false,
      .avoided = "",
+     .since = 0,
+     .before = "",
      .order = OrderTrust::as_granted,
      .delivery_complete_kept = false,  // ofi_rxm grants it and verbs_rma.c takes it for an ordinary completion
      .atomics_kept = true,
@@ -94,6 +114,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "sockets",
      .tested = false,
      .avoided = kMisbehaves,
+     .since = 0,
+     .before = "",
      .order = OrderTrust::never,
      .delivery_complete_kept = false,
      .atomics_kept = true,
@@ -106,6 +128,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "udp",
      .tested = false,
      .avoided = kMisbehaves,
+     .since = 0,
+     .before = "",
      .order = OrderTrust::never,
      .delivery_complete_kept = false,
      .atomics_kept = true,
@@ -118,6 +142,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "net",
      .tested = false,
      .avoided = kMisbehaves,
+     .since = 0,
+     .before = "",
      .order = OrderTrust::never,
      .delivery_complete_kept = false,
      .atomics_kept = true,
@@ -130,6 +156,8 @@ constexpr std::array<ProviderRules, 10> kTable{{
     {.name = "",
      .tested = false,
      .avoided = "",
+     .since = 0,
+     .before = "",
      .order = OrderTrust::never,
      .delivery_complete_kept = true,
      .atomics_kept = true,

@@ -2,6 +2,7 @@
 // in capabilities.cpp, so that both are tested without a NIC.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
 
@@ -18,6 +19,8 @@ struct ProviderRules {
     const char* name;                // libfabric's provider, before any ";"; a fabric of it where the two differ
     bool tested;                     // our tests have run over it
     const char* avoided;             // why it is not used; "" where it may be
+    std::uint32_t since;             // the first version that may be used, 100 × major + minor; 0: any
+    const char* before;              // why not the ones before it, and what to do
     OrderTrust order;                //
     bool delivery_complete_kept;     // FI_DELIVERY_COMPLETE, where granted, means "visible at the target"
     bool atomics_kept;               // FI_ATOMIC, where granted, adds each operand exactly once

@@ -165,6 +165,7 @@ GrantedOrder granted_order(const fi_info& info, std::uint32_t endpoints) {
             .atomics = (info.caps & FI_ATOMIC) != 0,
             .delivery_complete = rules.delivery_complete_kept && (info.tx_attr->op_flags & FI_DELIVERY_COMPLETE) != 0,
             .immediates = *rules.immediates_missing == '\0' && info.domain_attr->cq_data_size >= 4,
+            .version = FI_MAJOR(info.fabric_attr->prov_version),
             .endpoints = endpoints};
 }
 

@@ -110,6 +110,23 @@ def write_to_a_stopped(endpoint: Endpoint, stopped: int, other: int, count: int,
     return ended, time.monotonic() - begun, {request.status().name for request in fine}
 
 
+def write_past_the_place(endpoint: Endpoint, peer: int, count: int) -> tuple[list[tuple[str, str]], list[str]]:
+    """Writes to a peer whose queue is stuck, and its removal: (name and text of what each wait raised, statuses at the end)."""
+    requests = [endpoint.write(peer, data(endpoint), "data", 4096, signal=Signal(1, 8)) for _ in range(count)]
+    raised = []
+    for request in requests:
+        try:
+            request.wait()
+        except ExpertwireError as error:
+            raised.append((type(error).__name__, str(error)))
+    endpoint.remove_peer(peer)
+    deadline = time.monotonic() + 20
+    while not all(request.done for request in requests):
+        requests[0].poll()
+        assert time.monotonic() < deadline, requests
+    return raised, [request.status().name for request in requests]
+
+
 def write_on(endpoint: Endpoint, target: int, value: int) -> tuple[int, str]:
     """Signalled writes, one after the other, until one is refused; how many ended well, and what refused the last."""
     region, done = data(endpoint), 0

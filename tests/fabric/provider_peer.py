@@ -7,9 +7,11 @@ under the same numbers.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import multiprocessing
 import os
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -182,6 +184,21 @@ def remove_shared_files(pid: int) -> None:
     """What libfabric's shm leaves in /dev/shm when a process goes without closing it: files named PID:UID:number (fi_shm(7))."""
     for left in Path("/dev/shm").glob(f"{pid}:*"):
         left.unlink(missing_ok=True)
+
+
+def claim_place(pid: int) -> bool:
+    """A place in the command queue of that process's shm, as by a writer that was killed before it filled it. False: not a layout we know.
+
+    prov/shm/src/smr_util.h (version 10, libfabric 2.5): byte 0 is the version, bytes 128 to 135 say where the queue is, which begins
+    with the number of the next place.
+    """
+    (path,) = Path("/dev/shm").glob(f"{pid}:*")
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as region:
+        if region[0] != 10:
+            return False
+        (queue,) = struct.unpack_from("<Q", region, 128)
+        struct.pack_into("<q", region, queue, struct.unpack_from("<q", region, queue)[0] + 1)
+    return True
 
 
 class Pair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ import pytest
 from expertwire import _native
 from expertwire.fabric import discover
 from expertwire.fabric.config import Settings
+
+
+@functools.cache
+def shm_refused(library: str) -> str:
+    """Why this libfabric's shm is not used; "" where it is."""
+    rows = [row for row in _native.provider_facts([library], {}) if row["provider"] == "shm"]
+    return next((str(row["why"]) for row in rows if not row["usable"]), "" if rows else f"no shm in {library}")
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class Setup:
         """Skips the test where this machine lacks the library."""
         if self.library and not _native.library_facts([self.library])["found"]:
             pytest.skip(f"no libfabric at {self.library}")
+        if self.options.get("provider") == "shm" and (why := shm_refused(self.library)):
+            pytest.skip(why)
 
 
 def _setups() -> dict[str, Setup]:

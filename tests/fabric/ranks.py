@@ -16,15 +16,20 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
+from expertwire.fabric import discover
 from expertwire.fabric.config import Settings
 from fabric.provider_peer import remove_shared_files
+from fabric.provider_setups import shm_refused
 from harness import server
 from leftovers import LEFT_OVER, forget_what_was_imported, held, left_over
 
 ANSWER_S = 60.0
+HOME = Settings.from_environment().libfabric_home  # whoever asks for another libfabric gets the tests of that one
 LOCAL = Settings(provider="local", timeout_ms=20_000)
-TCP = Settings(provider="tcp", timeout_ms=20_000)
-SHM = Settings(provider="shm", timeout_ms=20_000)
+TCP = Settings(provider="tcp", timeout_ms=20_000, libfabric_home=HOME)
+SHM = Settings(provider="shm", timeout_ms=20_000, libfabric_home=HOME)
 DATA_BYTES = 1 << 20
 COUNTERS = 64
 
@@ -188,7 +193,12 @@ def start(rank: int, size: int, settings: Settings, share: bool, arguments: dict
 
 @contextmanager
 def ranks(size: int, settings: Settings, *, share: bool = False, **arguments: Any) -> Iterator[Group]:
-    """`share`: the ranks map each other's regions, as ranks of one node do. `environment`: of their processes; the rest is Endpoint's."""
+    """`share`: the ranks map each other's regions, as ranks of one node do. `environment`: of their processes; the rest is Endpoint's.
+
+    Skips the test where the libfabric of this machine is one whose shm is refused.
+    """
+    if settings.provider == "shm" and (why := shm_refused(discover.best_library(settings))):
+        pytest.skip(why)
     context = server()
     members: list[Rank] = []
     former: list[Rank] = []

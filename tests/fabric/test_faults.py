@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from expertwire.fabric.config import Settings
-from fabric import bodies, fault_bodies
+from fabric import bodies, fault_bodies, torture_bodies
+from fabric.provider_peer import claim_place
 from fabric.ranks import LOCAL, SHM, TCP, Group, Rank, ranks
 from harness import stop
 
@@ -19,7 +20,7 @@ SEEN_S = 20.0  # 10 s (SPEC T19), on a machine that is busy with other tests
 WAIT_MS = 500
 GRACE_S = 10.0  # for a busy machine to notice that a deadline has passed
 EVERY = pytest.mark.parametrize("settings", [LOCAL, TCP, SHM], ids=["local", "tcp", "shm"])
-NOT_SHM = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])  # docs/faults.md, note 4
+NOT_SHM = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])
 
 
 @EVERY
@@ -38,7 +39,7 @@ def test_who_comes_back_meets_the_others_at_their_barriers(settings: Settings) -
                 assert seen == [2, 4]
 
 
-@NOT_SHM
+@EVERY
 def test_a_rank_killed_in_a_transfer_fails_its_writer_alone(settings: Settings) -> None:
     with ranks(3, settings) as group:
         group.all(bodies.barrier_in_order, 1)
@@ -52,7 +53,7 @@ def test_a_rank_killed_in_a_transfer_fails_its_writer_alone(settings: Settings) 
         assert group[1].call(bodies.counter, 1) >= 20
 
 
-@NOT_SHM
+@EVERY
 def test_a_rank_stopped_in_a_transfer_holds_up_its_writes_alone(settings: Settings) -> None:
     with ranks(3, settings) as group:
         group.all(bodies.barrier_in_order, 1)
@@ -67,6 +68,20 @@ def test_a_rank_stopped_in_a_transfer_holds_up_its_writes_alone(settings: Settin
         assert group[1].call(bodies.wait_counter, 1, 40)
         assert group[0].call(bodies.finish_stuck) == 40
         assert group[2].call(bodies.wait_counter, 1, 40)
+
+
+def test_a_place_that_a_dead_rank_left_unfilled_ends_with_the_removal_of_whose_it_is() -> None:
+    """A rank killed between taking a place in another's queue and filling it: nothing gets past that place any more."""
+    with ranks(3, dataclasses.replace(SHM, timeout_ms=500, hard_timeout_ms=1000)) as group:
+        group.all(bodies.barrier_in_order, 1)
+        if not claim_place(group[1].pid):
+            pytest.skip("another layout of libfabric's shm")
+        errors, statuses = group[0].call(fault_bodies.write_past_the_place, 1, 3)
+        assert [name for name, _ in errors] == ["DeadlineError"] * 3
+        assert all("with rank 1 over shm has not ended after 500 ms" in text for _, text in errors)
+        assert set(statuses) <= {"TIMED_OUT", "ABORTED"}  # by the removal
+        for there, here in ((0, 2), (2, 0)):
+            assert group[there].call(torture_bodies.all_done, here, 10, 4096) == {"OK"}
 
 
 def test_one_that_was_stopped_and_wakes_finds_the_region_closed() -> None:

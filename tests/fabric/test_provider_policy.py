@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from expertwire import _native
-from fabric.provider_setups import SETUPS
+from expertwire.errors import UnavailableError
+from expertwire.fabric import discover
+from fabric.provider_setups import SETUPS, Setup
 
 HUGE = 2**64 - 1
 ORDERED = {"write_after_write": True, "send_after_write": True, "waw_bytes_max": HUGE, "atomics": True, "delivery_complete": True}
@@ -97,6 +99,24 @@ def test_nothing_proved_and_nothing_to_gate_on_is_unsafe() -> None:
 @pytest.mark.parametrize("provider", ["sockets", "udp;ofi_rxd", "net"])
 def test_providers_known_to_misbehave_are_not_used(provider: str) -> None:
     assert not policy(provider, **ORDERED)["safe"]
+
+
+def test_a_version_that_holds_the_living_up_is_refused_and_an_unknown_one_is_not() -> None:
+    for version, safe in ((117, False), (204, False), (205, True), (301, True), (0, True)):
+        found = policy("shm", **ORDERED, version=version)
+        assert found["safe"] is safe, version
+        assert safe or f"libfabric {version // 100}.{version % 100}: before libfabric 2.5" in found["why"]
+    assert policy("tcp;ofi_rxm", **ORDERED, version=117)["safe"]
+
+
+def test_shm_of_an_old_library_is_refused_by_name() -> None:
+    """Its operations end in the order of their posts: docs/faults.md, note 4."""
+    setup = Setup("libfabric", {"libraries": [discover.LIBRARY], "provider": "shm"}, discover.LIBRARY)
+    facts = _native.library_facts([setup.library])
+    if not facts["found"] or tuple(facts["version"]) >= (2, 5):
+        pytest.skip("the system's libfabric is none, or a newer one")
+    with pytest.raises(UnavailableError, match=r"\"shm\" cannot be used safely: .* before libfabric 2\.5 .* provider local"):
+        _native.ProviderProbe(setup.kind, setup.options)
 
 
 def test_delivery_complete_off_is_refused_where_it_is_unsafe() -> None:

@@ -65,7 +65,7 @@ def test_the_providers_queue_says_again_and_nothing_is_lost(path: str) -> None:
         assert all(one.requests_failed == one.misuses == one.thread_failures == 0 for one in counted)
 
 
-@pytest.mark.parametrize("settings", FOUR[1:2], ids=["tcp"])  # shm: docs/faults.md, note 4
+@pytest.mark.parametrize("settings", FOUR[1:], ids=["tcp", "shm"])
 def test_one_stopped_peer_leaves_slots_for_the_others(settings: Settings) -> None:
     """It can hold a slot of its lane and one of the runtime's; two are left for the rest. (On local nothing is ever held.)"""
     with ranks(4, settings) as group:  # not TIGHT: the one operation that libfabric takes then would be the stopped peer's

@@ -144,8 +144,8 @@ class Request:
 
     def _late(self, limit_ms: int) -> ExpertwireError:
         return DeadlineError(
-            f"the {self._what} with rank {self.peer} has not ended after {limit_ms} ms; it keeps its memory: "
-            "wait again, or close the endpoint"
+            f"the {self._what} with rank {self.peer} over {self._endpoint.provider} has not ended after {limit_ms} ms; "
+            f"it keeps its memory: wait again, remove_peer({self.peer}), or close the endpoint"
         )
 
     def _check(self) -> None:
