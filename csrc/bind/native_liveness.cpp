@@ -58,7 +58,7 @@ class LivenessProbe {
     }
     void take_back(std::uint32_t rank) { words_.pulse(checked(rank)).verdict.store(0); }
     std::optional<std::uint32_t> own_verdict() const {
-        const std::uint64_t word = liveness_->own(0).verdict;
+        const std::uint64_t word = liveness_->own().verdict;
         return word == 0 ? std::nullopt : std::optional(Verdict::of(word).accused);
     }
     bool farewell(std::uint32_t rank) const { return liveness_->pulse(checked(rank), 0).leaving; }

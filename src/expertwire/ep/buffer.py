@@ -35,7 +35,6 @@ from expertwire.ep.low_latency import LowLatencyOperations
 from expertwire.ep.variants import keywords
 from expertwire.errors import (
     DeadlineError,
-    ExcludedError,
     InvalidArgumentError,
     InvalidTypeError,
     PeerError,
@@ -544,7 +543,7 @@ class Buffer(LowLatencyOperations):
         with self._holding(operation):
             try:
                 yield
-            except (*checks.UNSENT, StateError, ExcludedError):  # one that a core raises comes before it sends, or ends a call for good
+            except (*checks.UNSENT, StateError):  # one that a core raises comes before it sends: call in another order
                 raise
             except BaseException as error:
                 why = self.runtime.excluded() if isinstance(error, PeerError | DeadlineError | TransferError) else None
