@@ -6,16 +6,14 @@ not here: callers probe for these names, and fall back to `Buffer`.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from expertwire.compat import installing
 from expertwire.compat.deep_ep import utils
 from expertwire.ep import Buffer, Config, EventOverlap, topk_idx_t
-from expertwire.errors import StateError
 
 __all__ = ["Buffer", "Config", "EventOverlap", "topk_idx_t", "utils"]
 
@@ -35,28 +33,7 @@ def install(*, replace: bool = False) -> ModuleType:
     Raises:
         StateError: another `deep_ep` is there, and `replace` is not True.
     """
-    present = sys.modules.get(NAME)
-    if present is not None and _is_ours(present):
-        return present
-    spec = _installed() if present is None else None
-    if spec is not None and spec.origin is not None and (Path(spec.origin).parent / SHIM_MARK).exists():
-        return importlib.import_module(NAME)
-    if not replace and (present is not None or spec is not None):
-        found = getattr(present, "__spec__", None) if spec is None else spec
-        where = getattr(found, "origin", None) or "an unknown place"
-        raise StateError(
-            f"another {NAME} is {'imported' if spec is None else 'installed'} already, from {where}: uninstall it, "
-            "or call install(replace=True) before anything takes names from it"
-        )
-    for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
-        del sys.modules[name]
-    return _put()
-
-
-def _installed() -> ModuleSpec | None:
-    """What an import would find. A folder without code (a namespace, such as a checkout beside the caller) is nothing."""
-    spec = importlib.util.find_spec(NAME)
-    return None if spec is None or spec.loader is None or spec.origin is None else spec
+    return installing.install(NAME, SHIM_MARK, _is_ours, _put, replace=replace)
 
 
 def _is_ours(module: ModuleType) -> bool:

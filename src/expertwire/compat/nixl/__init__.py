@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from expertwire.compat import installing
 from expertwire.compat.nixl import _api, _bindings, _utils, logging
 from expertwire.compat.nixl._api import nixl_agent, nixl_agent_config, nixl_prepped_dlist_handle, nixl_thread_sync_t, nixl_xfer_handle
 from expertwire.compat.nixl._bindings import (
@@ -28,7 +27,6 @@ from expertwire.compat.nixl._bindings import (
     nixlRepostActiveError,
     nixlUnknownError,
 )
-from expertwire.errors import StateError
 
 __all__ = [
     "nixlBackendError",
@@ -67,28 +65,11 @@ def install(*, replace: bool = False) -> ModuleType:
     Raises:
         StateError: another `nixl` is there, and `replace` is not True.
     """
-    present = sys.modules.get(NAME)
-    if present is not None and getattr(present, "nixl_agent", None) is nixl_agent:
-        return present
-    spec = _installed() if present is None else None
-    if spec is not None and spec.origin is not None and (Path(spec.origin).parent / SHIM_MARK).exists():
-        return importlib.import_module(NAME)
-    if not replace and (present is not None or spec is not None):
-        found = getattr(present, "__spec__", None) if spec is None else spec
-        where = getattr(found, "origin", None) or "an unknown place"
-        raise StateError(
-            f"another {NAME} is {'imported' if spec is None else 'installed'} already, from {where}: uninstall it, "
-            "or call install(replace=True) before anything takes names from it"
-        )
-    for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
-        del sys.modules[name]
-    return _put()
+    return installing.install(NAME, SHIM_MARK, _is_ours, _put, replace=replace)
 
 
-def _installed() -> ModuleSpec | None:
-    """What an import would find. A folder without code (a namespace, such as a checkout beside the caller) is nothing."""
-    spec = importlib.util.find_spec(NAME)
-    return None if spec is None or spec.loader is None or spec.origin is None else spec
+def _is_ours(module: ModuleType) -> bool:
+    return getattr(module, "nixl_agent", None) is nixl_agent
 
 
 def _put() -> ModuleType:
