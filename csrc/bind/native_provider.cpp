@@ -138,6 +138,7 @@ nb::list provider_table_rows() {
         row["immediates_missing"] = rules.immediates_missing;
         row["binds_ip_address"] = rules.binds_ip_address;
         row["reports_death"] = rules.reports_death;
+        row["keeps_addresses"] = rules.keeps_addresses;
         row["source"] = rules.source;
         rows.append(row);
     }

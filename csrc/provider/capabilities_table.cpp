@@ -29,6 +29,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "",
      .binds_ip_address = true,
      .reports_death = true,
+     .keeps_addresses = false,
      .source =
          "tests/fabric/test_order.py: a signal on another endpoint overtook its payload in 95 of 100 rounds, with "
          "a gate on the ordinary completion too; never with delivery-complete, nor where the target counted. "
@@ -47,6 +48,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "",
      .binds_ip_address = false,
      .reports_death = false,
+     .keeps_addresses = true,
      .source = "fi_shm(7) and measured: signals are messages, for 1.17 added a wrong operand in one run of eight; no "
                "wait object, a dead peer hangs what is on its way to it, atomics land when "
                "the target polls, a killed process leaves files in /dev/shm"},
@@ -63,6 +65,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "FI_CXI_ENABLE_WRITEDATA=1 and keys of the provider (fi_cxi(7))",
      .binds_ip_address = false,
      .reports_death = true,
+     .keeps_addresses = false,
      .source = "fi_cxi(7) and prov/cxi/src/cxip_info.c: FI_MR_ENDPOINT, WAW of any size granted, order lost with "
                "FI_CXI_RDZV_THRESHOLD=0, high-rate puts and several NICs; wait descriptor with a race"},
     {.name = "efa-direct",
@@ -78,6 +81,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "",  // 4 bytes, unsolicited: they consume no receive
      .binds_ip_address = false,
      .reports_death = true,
+     .keeps_addresses = false,
      .source = "fi_efa(7) and prov/efa/docs/efa_fabric_comparison.md: no atomics, no order, FI_CONTEXT2, FI_MR_LOCAL, "
                "messages of at most about 8 KiB"},
     {.name = "efa",
@@ -93,6 +97,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "",
      .binds_ip_address = false,
      .reports_death = true,
+     .keeps_addresses = false,
      .source =
          "fi_efa(7): reliable and unordered (SRD); atomics by software of the target; FI_MR_VIRT_ADDR, ALLOCATED, "
          "PROV_KEY; an advertised automatic progress does not hold"},
@@ -109,6 +114,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "",
      .binds_ip_address = true,  // rdma_cm resolves IP addresses
      .reports_death = true,
+     .keeps_addresses = false,
      .source = "fi_verbs(7), fi_rxm(7) and prov/verbs/src/verbs_info.c: RC queue pairs keep WAW and SAW; MSG endpoints "
                "have fetching atomics only, ofi_rxm makes the others by messages; FI_MR_LOCAL, FI_RX_CQ_DATA"},
     {.name = "sockets",
@@ -124,6 +130,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "",
      .binds_ip_address = true,
      .reports_death = false,
+     .keeps_addresses = false,
      .source = "fi_sockets(7): deprecated"},
     {.name = "udp",
      .tested = false,
@@ -138,6 +145,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "",
      .binds_ip_address = true,
      .reports_death = false,
+     .keeps_addresses = false,
      .source = "fi_udp(7), fi_rxd(7): for development"},
     {.name = "net",
      .tested = false,
@@ -152,6 +160,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "",
      .binds_ip_address = true,
      .reports_death = false,
+     .keeps_addresses = false,
      .source = "measured with 1.17; later versions have folded it into tcp"},
     {.name = "",
      .tested = false,
@@ -166,6 +175,7 @@ constexpr std::array<ProviderRules, 10> kTable{{
      .immediates_missing = "knowledge of this provider",
      .binds_ip_address = true,
      .reports_death = false,
+     .keeps_addresses = false,
      .source = "no row for this provider: gated on delivery-complete, or not used"},
 }};
 

@@ -29,6 +29,7 @@ struct ProviderRules {
     const char* immediates_missing;  // what a write with immediate data lacks here; "" where it works as it comes
     bool binds_ip_address;           // its source is an IP address; else the domain names the NIC
     bool reports_death;              // operations to a dead peer end in errors
+    bool keeps_addresses;            // of removed peers: address_book.hpp says why
     const char* source;              // where all of this is written or was measured
 };
 

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "provider/capabilities_table.hpp"
+
 namespace expertwire::fabric {
 namespace {
 
@@ -56,9 +58,8 @@ ControlResult LibfabricProvider::open() {
     if (code != 0) return failure(*library_, "fi_domain(" + std::string(info_->domain_attr->name) + ")", code);
     objects_->queues.resize(replaceable() ? 2 : 1);
     if (ControlResult result = open_queue(0); !result.ok()) return result;
-    fi_av_attr attributes{};
-    attributes.type = info_->domain_attr->av_type;
-    code = fi_av_open(objects_->domain.get(), &attributes, objects_->addresses.out(), nullptr);
+    const bool keeps = rules_of(capabilities_.provider).keeps_addresses;
+    code = objects_->addresses.open(objects_->domain.get(), info_->domain_attr->av_type, keeps);
     if (code != 0) return failure(*library_, "fi_av_open", code);
     const std::uint32_t places = options_.endpoints * (replaceable() ? 2 : 1);
     objects_->endpoints.resize(places);
@@ -92,7 +93,7 @@ ControlResult LibfabricProvider::open_endpoint(std::uint32_t index) {
     Handle<fid_ep>& endpoint = objects_->endpoints[index];
     int code = fi_endpoint(objects_->domain.get(), info_.get(), endpoint.out(), nullptr);
     if (code != 0) return failure(*library_, "fi_endpoint", code);
-    code = fi_ep_bind(endpoint.get(), &objects_->addresses->fid, 0);
+    code = fi_ep_bind(endpoint.get(), &objects_->addresses.get()->fid, 0);
     if (code != 0) return failure(*library_, "fi_ep_bind(av)", code);
     code = fi_ep_bind(endpoint.get(), &queue_of(index)->fid, FI_TRANSMIT | FI_RECV);
     if (code != 0) return failure(*library_, "fi_ep_bind(cq)", code);
@@ -307,10 +308,15 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
         rest = rest.subspan(sizeof(length));
         if (length > kNameBytesMax || rest.size() < length) return invalid(what + "truncated");
         fi_addr_t found = FI_ADDR_UNSPEC;
-        const int inserted = fi_av_insert(objects_->addresses.get(), rest.data(), 1, &found, 0, nullptr);
-        if (inserted != 1)
-            return failure(*library_, "fi_av_insert(peer " + number(peer.value) + ")",
-                           inserted < 0 ? inserted : FI_EINVAL);
+        const int code = objects_->addresses.insert(rest.first(length), found);
+        if (code == -FI_ENOSPC) {
+            return {
+                Status::refused, 0,
+                "peer " + number(peer.value) + ": \"" + capabilities_.provider +
+                    "\" takes no more addresses than the " + number(objects_->addresses.kept()) +
+                    " that this endpoint has met in its life (it keeps those of removed peers): make a new endpoint"};
+        }
+        if (code != 0) return failure(*library_, "fi_av_insert(peer " + number(peer.value) + ")", code);
         entry->addresses.push_back(found);
         rest = rest.subspan(length);
     }
@@ -364,8 +370,7 @@ void LibfabricProvider::free_peer(Peer& peer) {
     if (!peer.removed || peer.in_flight != 0 || peer.addresses.empty()) return;
     for (const auto* more : {&peer.next, &peer.before})
         peer.addresses.insert(peer.addresses.end(), more->begin(), more->end());
-    fi_av_remove(objects_->addresses.get(), peer.addresses.data(), peer.addresses.size(), 0);
-    peer.addresses.clear();
+    objects_->addresses.remove(peer.addresses);
 }
 
 ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) {

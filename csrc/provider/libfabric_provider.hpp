@@ -12,6 +12,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "provider/address_book.hpp"
 #include "provider/counted.hpp"
 #include "provider/libfabric_objects.hpp"
 
@@ -101,7 +102,7 @@ struct Objects {
     Handle<fid_fabric> fabric;
     Handle<fid_domain> domain;
     std::vector<Handle<fid_cq>> queues;  // one for each set of endpoints
-    Handle<fid_av> addresses;
+    AddressBook addresses;
     std::vector<std::byte> message_memory;   // send buffers, and behind them the words about replacements
     std::vector<OperationContext> contexts;  // slots
     std::vector<OperationContext> notices;   // kNotices

@@ -316,11 +316,11 @@ bool LibfabricProvider::insert_names(Peer& peer, std::span<const std::byte> byte
     std::vector<fi_addr_t> found;
     for (const std::span<const std::byte> name : names) {
         fi_addr_t address = FI_ADDR_UNSPEC;
-        if (fi_av_insert(objects_->addresses.get(), name.data(), 1, &address, 0, nullptr) != 1) break;
+        if (objects_->addresses.insert(name, address) != 0) break;
         found.push_back(address);
     }
     if (names.size() != peer.addresses.size() || found.size() != names.size()) {
-        if (!found.empty()) fi_av_remove(objects_->addresses.get(), found.data(), found.size(), 0);
+        objects_->addresses.remove(found);
         ++counters_.dropped_messages;
         return false;
     }
@@ -394,7 +394,7 @@ void LibfabricProvider::advance_move(Peer& peer) {
 }
 
 void LibfabricProvider::settle_move(Peer& peer) {
-    if (!peer.before.empty()) fi_av_remove(objects_->addresses.get(), peer.before.data(), peer.before.size(), 0);
+    objects_->addresses.remove(peer.before);
     peer.before = std::exchange(peer.addresses, std::exchange(peer.next, {}));
     peer.move = Peer::Move::settled;
     peer.answer_over.clear();

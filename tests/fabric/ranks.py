@@ -97,7 +97,11 @@ class Rank:
         """What the body returned; what it raised is raised here."""
         if not self.connection.poll(timeout_s):
             raise RankError(f"rank {self.rank} has not answered within {timeout_s} s")
-        fine, value = self.connection.recv()
+        try:
+            fine, value = self.connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self.process.join(ANSWER_S)
+            raise RankError(f"rank {self.rank} is gone: exit code {self.process.exitcode}") from error
         if fine:
             return value
         error, where = value

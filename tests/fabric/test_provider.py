@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import struct
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -380,6 +382,46 @@ def test_a_removed_peer_is_forgotten_and_can_come_back(setup: Setup) -> None:
         assert finished == [(4, 1, "ok", 0)]
         assert blob.word(0) == 3
         blob.probe.close()
+
+
+@EVERY
+def test_what_a_removed_peer_had_sent_does_no_harm_when_it_is_found(setup: Setup) -> None:
+    """libfabric's shm answered it through memory that the removal had unmapped, and this process died."""
+    setup.require()
+    with pair(setup.kind, setup.options) as both:
+        assert both.run("signal", remote=WORDS, operand=1) == "ok"  # each knows the other
+        posts: list[tuple[str, dict[str, Any]]] = [
+            ("signal", {"remote": WORDS, "operand": 1}),
+            ("notification", {"payload": b"late"}),
+            ("write", {"local": DATA, "remote": DATA, "bytes": 64 << 10}),
+            ("read", {"local": DATA, "remote": DATA, "bytes": 64 << 10}),
+        ]
+        for slot, (kind, arguments) in enumerate(posts):
+            assert both.ask_without_looking("post", kind, slot, arguments) in ("posted", "again", "done"), kind
+        both.probe.remove_peer(0)
+        for _ in range(1000):
+            both.probe.poll()
+        both.side.connect(both.peer_blob)
+        both.side.store(0, b"again")
+        assert both.run("write", local=DATA, remote=DATA, bytes=5) == "ok"
+        assert both.ask("load", 0, 5) == b"again"
+
+
+def test_addresses_that_are_kept_come_to_an_end_in_words_and_one_that_is_known_is_still_taken() -> None:
+    SETUPS["shm-wheel"].require()
+    side = Side("libfabric", SETUPS["shm-wheel"].options)
+
+    def address(number: int) -> bytes:
+        name = b"fi_shm://%d:%d\0" % (1 << 22, number)  # of a process that there is not; nothing is sent to it
+        return side.probe.address()[:4] + struct.pack("<IQQI", 1, number + 1, 0, len(name)) + name
+
+    with pytest.raises(UnavailableError, match=r"takes no more addresses than the 256 .* make a new endpoint"):
+        for number in range(300):
+            side.probe.add_peer(0, address(number))
+            side.probe.remove_peer(0)
+    assert number == 256
+    side.probe.add_peer(0, address(7))
+    side.probe.close()
 
 
 @pytest.mark.parametrize("setup", [SETUPS["tcp-system-message"], SETUPS["tcp-wheel-message"]], ids=["system", "wheel"])
