@@ -247,6 +247,34 @@ def test_importing_the_package_loads_neither_torch_nor_the_core() -> None:
     assert not modules & {"torch", "numpy", "rich", "expertwire._native", "expertwire._simulation"}
 
 
+def test_the_proxy_needs_neither_torch_nor_the_core() -> None:
+    modules = [name for path in python_files() if (name := module_name(path)).startswith("expertwire.proxy")]
+    script = f"import importlib, sys; [importlib.import_module(name) for name in {modules!r}]; print(sorted(m for m in sys.modules))"
+    loaded = set(ast.literal_eval(run_python(script)))
+    assert "expertwire.proxy.flow" in loaded
+    assert not loaded & {"torch", "numpy", "rich", "expertwire._native", "expertwire._simulation", "expertwire.fabric"}
+
+
+# In expertwire.proxy everything is pure but what stands in `http` and these: no socket, no loop, no clock.
+PROXY_EDGES = {"server", "admin", "log", "workers"}
+PROXY_IMPURE = {"asyncio", "socket", "ssl", "select", "signal", "threading", "os", "time", "datetime", "random", "secrets"}
+PROXY_IMPURE |= {"uvloop", "httptools"}
+
+
+def impure_imports(module: str, source: str) -> list[str]:
+    return [f"{module}:{line}: {name}" for line, name in imports_of(source, module, False) if name.split(".")[0] in PROXY_IMPURE]
+
+
+def test_the_proxys_decisions_are_pure() -> None:
+    faults = []
+    for path in python_files():
+        parts = path.relative_to(PYTHON_ROOT).with_suffix("").parts
+        if parts[0] == "proxy" and parts[1] != "http" and parts[1] not in PROXY_EDGES:
+            faults += impure_imports(module_name(path), path.read_text())
+    assert not faults, "\n".join(faults)
+    assert impure_imports("expertwire.proxy.flow", "from time import monotonic") == ["expertwire.proxy.flow:1: time.monotonic"]
+
+
 def test_the_command_line_loads_lazily() -> None:
     loaded = run_python("import sys, expertwire.cli.main; print(sorted(m for m in sys.modules))")
     assert not set(ast.literal_eval(loaded)) & {"torch", "numpy", "expertwire._native", "expertwire._simulation", "expertwire.ep"}

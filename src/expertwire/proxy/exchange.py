@@ -1,0 +1,581 @@
+"""A request of two legs: prefill, then decode, for each of its branches, and one reply made of what they answer."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+
+from expertwire.proxy import faults, headers, legs, merge, params, sse
+from expertwire.proxy.conversation import Answer, Conversation, Stage, origin_form
+from expertwire.proxy.core import Core
+from expertwire.proxy.faults import Fault
+from expertwire.proxy.flow import Event, Flow, State
+from expertwire.proxy.headers import Headers
+from expertwire.proxy.legs import Plan, Shape
+from expertwire.proxy.passage import Passage
+from expertwire.proxy.policy import Server, Side
+from expertwire.proxy.seam import Failure, Kind, Leg, Mode, Port, Request
+from expertwire.proxy.sse import Sort
+
+_EVENT: Final = (Event.UNREACHED, Event.STALE, Event.LOST, Event.LOST, Event.LOST, Event.TIMED_OUT)  # by Failure
+_OVERLOADED: Final = frozenset({502, 503, 504})
+_RELEASE_LIMIT: Final = 1 << 20
+_RELEASE_TARGET: Final = b"/v1/completions"
+_JSON: Final = b"content-type: application/json\r\n"
+_USAGE_NEEDLE: Final = b'"usage":'
+_SESSION_FIELDS: Final = ("prompt_cache_key", "user")
+_ENDPOINTS: Final = ("completions", "chat", "responses")  # by Shape
+
+
+def open_exchange(core: Core, port: Port, request: Request) -> Conversation:
+    """The conversation that a request's method and path ask for. To be started."""
+    shape = legs.shape_of(request.method, origin_form(request.target).partition(b"?")[0])
+    return Exchange(core, port, request, shape) if shape in legs.TWO_LEGS else Passage(core, port, request, shape)
+
+
+class Branch:
+    """One choice of one prompt."""
+
+    __slots__ = (
+        "avoid_decode",
+        "avoid_prefill",
+        "cached",
+        "failure",
+        "flow",
+        "granted_at",
+        "held",
+        "index",
+        "leg",
+        "lines",
+        "params",
+        "reply",
+        "secrets",
+    )
+
+    def __init__(self, index: int, flow: Flow) -> None:
+        self.index = index
+        self.flow = flow
+        self.leg: Leg | None = None  # the open one
+        self.params: params.Parameters | None = None  # P's, unused
+        self.granted_at = 0.0
+        self.cached: merge.Usage | None = None  # P's count
+        self.secrets: tuple[bytes, ...] = ()
+        self.failure: Fault | Answer | None = None  # the last; None while streaming: D has told it itself
+        self.lines = b""  # D's header lines
+        self.reply: tuple[bytes, dict[str, Any]] | None = None  # D's, whole, and read
+        self.held: list[bytes] = []  # events on their way to the client
+        self.avoid_prefill: set[Server] = set()
+        self.avoid_decode: set[Server] = set()
+
+
+class Exchange(Conversation):
+    """See the module."""
+
+    __slots__ = ("_branches", "_client_lines", "_merge", "_plan", "_same_server", "_session", "_shape")
+
+    _plan: Plan
+
+    def __init__(self, core: Core, port: Port, request: Request, shape: Shape) -> None:
+        super().__init__(core, port, request)
+        self._shape = shape
+        self._branches: list[Branch] = []
+        self._client_lines = b""
+        self._merge: merge.StreamMerge | None = None
+        self._same_server: dict[int, Server] = {}
+        self._session = b""
+
+    def _endpoint(self) -> str:
+        return _ENDPOINTS[self._shape]
+
+    # ---- what the edge tells
+
+    def _begin(self, now: float) -> None:
+        core, request = self.core, self._request
+        plan = legs.plan_of(self._shape, request.body, core.rules)
+        if isinstance(plan, Fault):
+            self._fail_with(plan, now)
+            return
+        self._plan = plan
+        self._client_lines = headers.up_lines(request.headers, json=True) + _JSON
+        self._session = self._session_key()
+        count = self.log.branches = plan.branches
+        if count > 1 and plan.stream:
+            self._merge = merge.StreamMerge(count, plan.n, plan.include_usage, self.log.request_id)
+        if plan.alone:
+            core.metrics.count("decode_alone_total", plan.alone)
+        self._branches = [Branch(index, Flow(core.limits)) for index in range(count)]
+        event = Event.START_ALONE if plan.alone else Event.START
+        for branch in self._branches:
+            if self._stage is not Stage.OVER:
+                self._step(branch, event, now)
+
+    def leg_ready(self, leg: Leg, now: float) -> None:
+        """See the base."""
+        if leg not in self.open_legs:
+            return
+        if leg.kind is Kind.DECODE:
+            self._decode_ready(self._branches[leg.branch], now)
+        else:
+            self._port.send(leg)
+
+    def leg_head(self, leg: Leg, status: int, lines: Headers, now: float) -> Mode:
+        """See the base."""
+        leg.status, leg.headers, leg.head_at = status, lines, now
+        if leg.kind is Kind.DECODE and 200 <= status < 300 and self._plan.stream:
+            if headers.media_type(lines) == b"text/event-stream":
+                leg.splitter = sse.Splitter(self.core.config.limits.event_bytes)
+                self._branches[leg.branch].lines = headers.down_lines(lines)
+                return Mode.STREAM
+        return Mode.WHOLE
+
+    def leg_body(self, leg: Leg, body: bytes, now: float) -> None:
+        """See the base."""
+        fine = 200 <= leg.status < 300
+        self._end_leg(leg, "answered" if fine else "refused")
+        self.core.fleet.answered(leg.server)
+        if leg.kind is Kind.RELEASE:
+            self.core.metrics.count("releases_total", "released" if 400 <= leg.status < 500 else "failed")
+        elif not fine:
+            self._refused(leg, body, now)
+        elif leg.kind is Kind.PREFILL:
+            self._prefilled(leg, body, now)
+        else:
+            self._decoded(leg, body, now)
+
+    def leg_data(self, leg: Leg, data: bytes, now: float) -> bytes | None:
+        """See the base."""
+        if leg.relaying:
+            if data.endswith(b"\n\n") and params.NEEDLE not in data and sse.ERROR_NEEDLE not in data:
+                leg.last = data
+                return data
+            leg.relaying = False
+        branch = self._branches[leg.branch]
+        try:
+            piece = leg.splitter.feed(data)
+        except sse.EventTooLargeError:
+            branch.failure = faults.answer_too_large(Side.DECODE, self.core.config.limits.event_bytes)
+            self._cancel_leg(leg)
+            self._step(branch, Event.UNFIT, now)
+            return None
+        if piece:
+            leg.last = piece
+            self._events(leg, branch, piece, now)
+        if self._stage is Stage.OPEN:
+            return self._begin_stream(now) or None
+        if self._stage is Stage.OVER:
+            return None
+        if not branch.held:
+            return None
+        held = branch.held
+        branch.held = []
+        return held[0] if len(held) == 1 else b"".join(held)
+
+    def leg_ended(self, leg: Leg, now: float) -> None:
+        """See the base."""
+        branch = self._branches[leg.branch]
+        if leg.splitter.held.strip() == sse.DONE_EVENT.strip() and self._stage is not Stage.OVER:  # without its empty line
+            leg.last = sse.DONE_EVENT
+            branch.held.append(b"" if self._merge is not None else sse.DONE_EVENT)
+            if self._stage is Stage.BEGUN:
+                self._port.write(sse.DONE_EVENT)
+        whole = _has_end(leg)
+        self._end_leg(leg, "answered" if whole else "lost")
+        self.core.fleet.answered(leg.server)
+        self._ended(branch, whole, now)
+
+    def leg_failed(self, leg: Leg, failure: Failure, now: float) -> None:
+        """See the base."""
+        if leg not in self.open_legs:
+            return
+        self._leg_broke(leg, failure, now)
+        if leg.kind is Kind.RELEASE:
+            self.core.metrics.count("releases_total", "failed")
+            return
+        branch = self._branches[leg.branch]
+        state = branch.flow.state
+        if state is State.STREAMING and _has_end(leg):
+            self._ended(branch, True, now)  # all of it had come; only the framing's end is missing
+            return
+        event = _EVENT[failure]
+        if state is State.HANDOFF:
+            event = Event.UNREACHED  # nothing was sent, whatever it was
+        elif event is Event.STALE and leg.status:
+            event = Event.LOST
+        elif event is Event.UNREACHED and state is not State.PREFILLING:
+            event = Event.LOST
+        if event is Event.UNREACHED:
+            (branch.avoid_prefill if state is State.PREFILLING else branch.avoid_decode).add(leg.server)
+        branch.failure = self._fault_of(leg, failure)
+        self._step(branch, event, now)
+
+    def client_gone(self, now: float) -> None:
+        """See the base."""
+        if self._stage is not Stage.OVER:
+            self._close(now, "gone", "")
+
+    def _drop_legs(self, now: float) -> None:
+        for branch in self._branches:
+            self._step(branch, Event.GONE, now)
+
+    # ---- answers
+
+    def _prefilled(self, leg: Leg, body: bytes, now: float) -> None:
+        branch = self._branches[leg.branch]
+        try:
+            reply = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            reply = None
+        if not isinstance(reply, dict):
+            branch.failure = faults.not_json(Side.PREFILL)
+            self._step(branch, Event.UNFIT, now)
+            return
+        if field := params.missing(reply):
+            branch.failure = faults.incomplete_prefill(field)
+            self._step(branch, Event.UNFIT, now)
+            return
+        tokens = reply.get("prompt_token_ids") if self._plan.reuse_tokens else None
+        branch.params = params.Parameters(reply, tokens if isinstance(tokens, list) and tokens else None)
+        branch.cached = branch.params.cached
+        branch.granted_at = now
+        if self._merge is not None:
+            self._merge.cached(branch.index, branch.cached)
+        kv = self.core.config.kv
+        # From its head on: when its body has come is ours to know, not when the lease began.
+        branch.flow.grant(leg.head_at + kv.lease_s - kv.margin_s)
+        self.core.metrics.prefill.observe(now - leg.called_at)
+        self._step(branch, Event.PREFILLED, now)
+
+    def _refused(self, leg: Leg, body: bytes, now: float) -> None:
+        branch = self._branches[leg.branch]
+        lines = headers.down_lines(leg.headers)
+        if leg.kind is Kind.PREFILL:
+            branch.failure = Answer(Side.PREFILL, leg.status, lines, body)
+            if leg.status in _OVERLOADED:
+                branch.avoid_prefill.add(leg.server)
+                self._step(branch, Event.OVERLOADED, now)
+                return
+        else:
+            branch.failure = Answer(Side.DECODE, leg.status, lines, params.redact(body, branch.secrets))
+        self._step(branch, Event.REFUSED, now)
+
+    def _decoded(self, leg: Leg, body: bytes, now: float) -> None:
+        """D's whole answer of 2xx."""
+        branch = self._branches[leg.branch]
+        if self._plan.stream:
+            branch.failure = faults.not_a_stream()
+            self._step(branch, Event.UNFIT, now)
+            return
+        try:
+            reply = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            reply = None
+        if not isinstance(reply, dict):
+            branch.failure = faults.not_json(Side.DECODE)
+            self._step(branch, Event.UNFIT, now)
+            return
+        if self._shape is Shape.RESPONSES:
+            self._learn(reply, leg)
+        elif not reply.get("choices"):
+            branch.failure = faults.no_content()
+            self._step(branch, Event.UNFIT, now)
+            return
+        branch.reply = (body, reply)
+        branch.lines = headers.down_lines(leg.headers)
+        self._step(branch, Event.ANSWERED, now)
+
+    def _learn(self, reply: Any, leg: Leg) -> None:
+        if isinstance(reply, dict) and isinstance(ident := reply.get("id"), str):
+            self.core.homes.learn(ident, leg.server.name)
+
+    def _events(self, leg: Leg, branch: Branch, piece: bytes, now: float) -> None:
+        """Whole events of D's stream: into `branch.held` goes what the client is to get."""
+        single = self._merge is None
+        if single and branch.flow.state is State.STREAMING and not self._has_ours(branch, piece):
+            branch.held.append(piece)
+            leg.relaying = branch.cached is None and not leg.splitter.held
+            return
+        for event in sse.events_of(piece):
+            data = sse.data_of(event)
+            parsed = sse.parse(data) if data[:1] == b"{" else None
+            sort = sse.sort_of(data, parsed)
+            if sort is Sort.ERROR:
+                self._told_error(leg, branch, event, parsed, now)
+                return
+            if self._merge is not None:
+                if out := self._merge.event(branch.index, parsed):
+                    branch.held.append(out)
+            else:
+                branch.held.append(self._clean(branch, event, parsed))
+            if branch.flow.state is not State.DECODING:
+                continue
+            if self._shape is Shape.RESPONSES and isinstance(parsed, dict):
+                self._learn(parsed.get("response"), leg)
+            if sort is Sort.CONTENT or (sort is Sort.END and self._shape is Shape.RESPONSES):
+                self._step(branch, Event.CONTENT, now)
+            elif sort is Sort.END:
+                branch.failure = faults.no_content()
+                self._cancel_leg(leg)
+                self._step(branch, Event.UNFIT, now)
+                return
+
+    def _has_ours(self, branch: Branch, piece: bytes) -> bool:
+        return params.NEEDLE in piece or sse.ERROR_NEEDLE in piece or (branch.cached is not None and _USAGE_NEEDLE in piece)
+
+    def _clean(self, branch: Branch, event: bytes, parsed: Any) -> bytes:
+        """An event as the client gets it: as it came, where it has nothing of ours."""
+        if not isinstance(parsed, dict):
+            return event
+        changed = params.NEEDLE in event and params.strip_everywhere(parsed)
+        if branch.cached is not None and merge.with_cached(parsed, branch.cached):
+            changed = True
+        return sse.with_data(event, orjson.dumps(parsed)) if changed else event
+
+    def _told_error(self, leg: Leg, branch: Branch, event: bytes, parsed: Any, now: float) -> None:
+        """D told an error within its stream: before content it becomes a reply of its own status, after it it is the last event."""
+        self._cancel_leg(leg)
+        status, error = sse.error_of(parsed)
+        if self._stage is Stage.OPEN:
+            body = params.redact(orjson.dumps({"error": error}), branch.secrets)
+            branch.failure = Answer(Side.DECODE, status, _JSON, body)
+        else:
+            branch.held.append(event)
+            branch.failure = None
+        self._step(branch, Event.UNFIT, now)
+
+    def _ended(self, branch: Branch, whole: bool, now: float) -> None:
+        """D's stream has ended."""
+        state = branch.flow.state
+        if whole and state is State.STREAMING:
+            self._step(branch, Event.ENDED, now)
+            return
+        branch.failure = faults.no_content() if state is State.DECODING else faults.cut_short()
+        self._step(branch, Event.UNFIT, now)
+
+    # ---- the flow's actions
+
+    def _step(self, branch: Branch, event: Event, now: float) -> None:
+        for action in branch.flow.step(event, now):
+            _DO[action](self, branch, now)
+
+    def _do_close(self, branch: Branch, now: float) -> None:
+        if (leg := branch.leg) is not None and leg in self.open_legs:
+            self._cancel_leg(leg)
+
+    def _do_release(self, branch: Branch, now: float) -> None:
+        held, branch.params = branch.params, None
+        core = self.core
+        if held is None or not core.config.kv.release:
+            return
+        chosen = core.fleet.choose(Side.DECODE, now, branch.avoid_decode)
+        if chosen is None:
+            core.metrics.count("releases_total", "failed")
+            return
+        leg = Leg(self, Kind.RELEASE, branch.index, *chosen)
+        leg.message = self._message(leg, branch, _RELEASE_TARGET, held.release_body())
+        leg.limit = _RELEASE_LIMIT
+        leg.connect_s = leg.first_byte_s = leg.idle_s = core.config.timeouts.release_s
+        if self._call(leg, now):
+            self._port.send(leg)
+
+    def _do_alone(self, branch: Branch, now: float) -> None:
+        self.core.metrics.count("decode_alone_total", "no_prefill")
+        branch.failure = None
+
+    def _do_prefill(self, branch: Branch, now: float) -> None:
+        core, flow, plan = self.core, branch.flow, self._plan
+        if flow.reprefills and flow.prefills == 1:
+            core.metrics.count("reprefills_total")
+            self.log.reprefills += 1
+            branch.avoid_prefill.clear()
+        elif flow.prefills > 1:
+            core.metrics.count("retries_total", Side.PREFILL)
+            self.log.retries += 1
+        same = self._same_server.get(branch.index // plan.n) if plan.n > 1 else None
+        chosen: tuple[Server, int] | None
+        if same is not None and same not in branch.avoid_prefill and same in core.fleet.servers(Side.PREFILL):
+            chosen = core.fleet.hold(same)  # the prompt's blocks are or will be in its cache
+        else:
+            chosen = core.fleet.choose(Side.PREFILL, now, branch.avoid_prefill, self._session)
+        if chosen is None:
+            branch.failure = branch.failure or faults.no_server(Side.PREFILL, core.config.retry_after_s)
+            self._step(branch, Event.NO_SERVER, now)
+            return
+        if plan.n > 1:
+            self._same_server[branch.index // plan.n] = chosen[0]
+        leg = branch.leg = Leg(self, Kind.PREFILL, branch.index, *chosen)
+        timeouts = core.config.timeouts
+        leg.connect_s, leg.first_byte_s, leg.idle_s = timeouts.connect_s, timeouts.prefill_first_byte_s, timeouts.idle_s
+        leg.limit = core.config.limits.reply_bytes
+        leg.message = self._message(leg, branch, self._target, legs.prefill_body(plan, branch.index))
+        self.log.prefill, self.log.prefill_rank = leg.server.name, leg.rank
+        if self._call(leg, now):
+            self._port.send(leg)
+
+    def _do_decode(self, branch: Branch, now: float) -> None:
+        core = self.core
+        if branch.flow.decodes > 1 and branch.flow.prefills == 0:
+            core.metrics.count("retries_total", Side.DECODE)
+            self.log.retries += 1
+        chosen = core.fleet.choose(Side.DECODE, now, branch.avoid_decode, self._session) if (home := self._home()) is None else home
+        if chosen is None:
+            branch.failure = branch.failure or faults.no_server(Side.DECODE, core.config.retry_after_s)
+            self._step(branch, Event.NO_SERVER, now)
+            return
+        leg = branch.leg = Leg(self, Kind.DECODE, branch.index, *chosen)
+        timeouts = core.config.timeouts
+        leg.connect_s, leg.first_byte_s, leg.idle_s = timeouts.connect_s, timeouts.decode_first_byte_s, timeouts.idle_s
+        leg.limit = core.config.limits.reply_bytes
+        self.log.decode, self.log.decode_rank = leg.server.name, leg.rank
+        if self._call(leg, now):
+            self._decode_ready(branch, now)
+
+    def _home(self) -> tuple[Server, int] | None:
+        """The D that holds the response which this one goes on from."""
+        if self._plan.alone != "previous_response":
+            return None
+        name = self.core.homes.of(str(self._plan.body.get("previous_response_id")).encode())
+        server = self.core.fleet.by_name(Side.DECODE, name) if name else None
+        return None if server is None else self.core.fleet.hold(server)
+
+    def _decode_ready(self, branch: Branch, now: float) -> None:
+        deadline = branch.flow.deadline
+        if deadline is not None and now >= deadline:
+            self.core.metrics.count("expiries_total")
+            branch.failure = faults.expired(self.core.config.kv.lease_s)
+        self._step(branch, Event.READY, now)
+
+    def _do_send(self, branch: Branch, now: float) -> None:
+        leg, held = branch.leg, branch.params
+        assert leg is not None
+        values = None
+        if held is not None:
+            branch.params = None
+            values = held.take()
+            branch.secrets = params.secrets_of(values)
+            self.core.metrics.handoff.observe(now - branch.granted_at)
+        branch.failure = None
+        leg.message = self._message(leg, branch, self._target, legs.decode_body(self._plan, branch.index, values))
+        self._port.send(leg)
+        if self._merge is not None and self._stage is Stage.OPEN and (out := self._begin_stream(now)):
+            self._port.write(out)
+
+    def _do_commit(self, branch: Branch, now: float) -> None:
+        if not self.log.first_content_s:
+            self.log.first_content_s = now - self._started
+            self.core.metrics.first_content.observe(self.log.first_content_s)
+
+    def _do_finish(self, branch: Branch, now: float) -> None:
+        if any(other.flow.state is not State.DONE for other in self._branches):
+            return
+        if self._plan.stream:
+            if self._merge is not None:
+                self._port.write(self._merge.end())
+            self._port.finish()
+            self._close(now, "done", "")
+            return
+        body = self._whole_reply()
+        if isinstance(body, Fault):
+            self._fail_with(body, now)
+        else:
+            self._reply(200, self._branches[0].lines, body, now, "done", "")
+
+    def _do_fail(self, branch: Branch, now: float) -> None:
+        if self._stage is Stage.BEGUN:
+            self._do_abort(branch, now)
+        elif self._stage is Stage.OPEN:
+            self._fail_with(branch.failure or faults.internal(), now)
+
+    def _do_abort(self, branch: Branch, now: float) -> None:
+        if self._stage is Stage.OPEN:  # one branch has content, but another has not been sent to D yet
+            self._do_fail(branch, now)
+        if self._stage is not Stage.BEGUN:
+            return
+        failure = branch.failure
+        event = failure.event() if isinstance(failure, Fault) else b"" if failure is None else _event_of(failure)
+        self.core.metrics.count("stream_errors_total")
+        self._port.abort(b"".join(branch.held) + event)
+        branch.held = []
+        self._close(now, "failed", failure.type if isinstance(failure, Fault) else "upstream")
+
+    # ---- the reply
+
+    def _begin_stream(self, now: float) -> bytes:
+        """Let the status leave if some branch has content and P can refuse none any more; returns what was held, or b""."""
+        states = [branch.flow.state for branch in self._branches]
+        if self._stage is not Stage.OPEN or not any(state in (State.STREAMING, State.DONE) for state in states):
+            return b""
+        if min(states) < State.DECODING:
+            return b""
+        first = next(branch for branch in self._branches if branch.lines)
+        self._begin_reply(200, first.lines, None)
+        out = b"".join([piece for branch in self._branches for piece in branch.held])
+        for branch in self._branches:
+            branch.held = []
+            if self._merge is None and branch.leg is not None:
+                branch.leg.relaying = branch.cached is None and not branch.leg.splitter.held
+        return out
+
+    def _whole_reply(self) -> bytes | Fault:
+        parts = [branch.reply for branch in self._branches if branch.reply is not None]
+        if len(parts) == 1:
+            body, reply = parts[0]
+            return merge.single_reply(body, reply, self._branches[0].cached)
+        try:
+            cached = [branch.cached for branch in self._branches]
+            return merge.replies([reply for _, reply in parts], cached, self._plan.n, self.log.request_id)
+        except (KeyError, TypeError, IndexError):
+            return faults.not_json(Side.DECODE)
+
+    # ---- requests
+
+    def _message(self, leg: Leg, branch: Branch, target: bytes, body: bytes) -> bytes:
+        """The complete request of a leg. All legs of a branch have one request id."""
+        request_id = self._request_id
+        if len(self._branches) > 1:
+            request_id = b"%b-%d" % (request_id, branch.index)
+        if branch.flow.reprefills:
+            request_id = b"%b-r%d" % (request_id, branch.flow.reprefills)
+        server = leg.server
+        rank = b"%d" % leg.rank if leg.rank >= 0 else self._rank
+        return headers.message(b"POST", server.prefix + target, server.host_header, self._client_lines, request_id, rank, body)
+
+    def _session_key(self) -> bytes:
+        if (value := headers.value_of(self._request.headers, self.core.session_header)) != b"":
+            return value
+        for name in _SESSION_FIELDS:
+            if isinstance(word := self._plan.body.get(name), str) and word:
+                return word.encode()
+        return b""
+
+
+def _has_end(leg: Leg) -> bool:
+    """The last event that came is the mark of the end."""
+    events = sse.events_of(leg.last)
+    if not events:
+        return False
+    data = sse.data_of(events[-1])
+    return sse.sort_of(data, sse.parse(data)) is Sort.END
+
+
+def _event_of(answer: Answer) -> bytes:
+    """A server's refusal as an event, where the status has left for another branch."""
+    parsed = sse.parse(answer.body)
+    if isinstance(parsed, dict) and isinstance(parsed.get("error"), dict):
+        return b"data: %b\n\n" % orjson.dumps({"error": parsed["error"]})
+    return faults.upstream_error(answer.status, f"the {answer.side} server answered {answer.status}").event()
+
+
+# By Action.
+_DO: Final = (
+    Exchange._do_close,
+    Exchange._do_release,
+    Exchange._do_alone,
+    Exchange._do_prefill,
+    Exchange._do_decode,
+    Exchange._do_send,
+    Exchange._do_commit,
+    Exchange._do_finish,
+    Exchange._do_fail,
+    Exchange._do_abort,
+)
