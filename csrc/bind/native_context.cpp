@@ -191,7 +191,7 @@ void register_failures() {
         static constexpr const char* names[] = {"InvalidArgumentError", "InvalidTypeError", "CapacityError",
                                                 "StateError",           "MismatchError",    "PeerError",
                                                 "TransferError",        "DeadlineError",    "CancelledRequestError",
-                                                "UnavailableError"};
+                                                "UnavailableError",     "ExcludedError"};
         try {
             std::rethrow_exception(pointer);
         } catch (const Failure& failure) {
@@ -400,6 +400,21 @@ nb::dict capabilities_dict(const Capabilities& what) {
 }
 
 template <class Class>
+void bind_low_latency_words(Class& cls) {
+    using Self = const PyContext&;
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    cls.def(
+           "publish_low_latency",
+           [](Self self, std::uint64_t call, const std::vector<std::uint64_t>& told) {
+               self.context->publish_low_latency(call, told, true);
+           },
+           "call"_a, "told"_a, Release(), "What my pulse tells of low-latency calls, to each rank a word of its own.")
+        .def(
+            "low_latency_told", [](Self self, std::uint32_t rank) { return self.context->low_latency_told(rank); },
+            "rank"_a, "The word of low-latency calls that this rank has for me, as last heard.");
+}
+
+template <class Class>
 void bind_records(Class& cls) {
     using Self = const PyContext&;
     using Release = nb::call_guard<nb::gil_scoped_release>;
@@ -540,6 +555,7 @@ void bind_context(nb::module_& module) {
     bind_submissions(cls);
     bind_waits(cls);
     bind_records(cls);
+    bind_low_latency_words(cls);
 }
 
 }  // namespace expertwire

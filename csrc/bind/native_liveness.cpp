@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <string>
@@ -58,7 +59,7 @@ class LivenessProbe {
     }
     void take_back(std::uint32_t rank) { words_.pulse(checked(rank)).verdict.store(0); }
     std::optional<std::uint32_t> own_verdict() const {
-        const std::uint64_t word = liveness_->own().verdict;
+        const std::uint64_t word = liveness_->own(0).verdict;
         return word == 0 ? std::nullopt : std::optional(Verdict::of(word).accused);
     }
     bool farewell(std::uint32_t rank) const { return liveness_->pulse(checked(rank), 0).leaving; }
@@ -112,9 +113,24 @@ class LivenessProbe {
     std::unique_ptr<Liveness> liveness_;
 };
 
+// Where region "runtime" of a job of `ranks` has what `source` says here: bytes from its start by word, and its size.
+nb::dict runtime_words(std::uint32_t ranks, std::uint32_t source) {
+    if (source >= ranks) throw nb::index_error("runtime_words: source is not below ranks");
+    const runtime::SharedLayout layout{ranks};
+    const std::uint64_t pulse = layout.pulse_offset(source);
+    nb::dict found;
+    found["bytes"] = layout.bytes();
+    found["barrier"] = layout.barrier_offset(source);
+    found["low_latency_call"] = pulse + offsetof(runtime::PulseBlock, low_latency_call);
+    found["low_latency_told"] = pulse + offsetof(runtime::PulseBlock, low_latency_told);
+    return found;
+}
+
 }  // namespace
 
 void bind_liveness(nb::module_& module) {
+    module.def("runtime_words", &runtime_words, "ranks"_a, "source"_a,
+               "Where region 'runtime' has what `source` says: {word: byte offset}, and 'bytes' of it all; for tests.");
     nb::class_<LivenessProbe>(
         module, "LivenessProbe",
         "What a rank concludes from others' words at given times, by the heartbeat rules (no pidfd); for tests.")

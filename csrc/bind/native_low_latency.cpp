@@ -63,6 +63,7 @@ class PyLowLatency {
     PyLowLatencyCall dispatch(const exchange::LowLatencyDispatchRequest& request, std::int64_t timeout_ms) {
         const std::lock_guard<std::mutex> lock(calls_);
         check_usable();
+        driver_.begin("low_latency_dispatch", ns(timeout_ms), [] { check_signals(); });
         exchange::Refusal refusal;
         PyLowLatencyCall call;
         call.operation = driver_.exchange().dispatch(request, call.handle, refusal);
@@ -73,6 +74,7 @@ class PyLowLatency {
     PyLowLatencyCall combine(const exchange::LowLatencyCombineRequest& request, std::int64_t timeout_ms) {
         const std::lock_guard<std::mutex> lock(calls_);
         check_usable();
+        driver_.begin("low_latency_combine", ns(timeout_ms), [] { check_signals(); });
         exchange::Refusal refusal;
         PyLowLatencyCall call;
         call.operation = driver_.exchange().combine(request, refusal);

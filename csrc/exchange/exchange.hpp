@@ -75,7 +75,8 @@ enum class Phase : std::uint8_t { notify = 1, exchange, drain, done, failed };
 const char* phase_name(Phase phase);
 
 // `protocol`: a chunk is not what its ring must hold next: memory was overwritten, or the peer runs other code.
-enum class FailureReason : std::uint8_t { none, mismatch, capacity, put, protocol };
+// `left_out`: of a low-latency call: others go on without this rank.
+enum class FailureReason : std::uint8_t { none, mismatch, capacity, put, protocol, left_out };
 
 struct Failure {
     FailureReason reason = FailureReason::none;

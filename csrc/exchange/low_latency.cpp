@@ -16,6 +16,10 @@ LowLatency::LowLatency(const LowLatencyShape& shape, Port& port, std::uint64_t d
       data_bytes_(data_bytes),
       identity_(std::make_shared<const char>('l')),
       masked_(shape.nodes.ranks(), 0),
+      loose_(shape.nodes.ranks(), 0),
+      sent_(shape.nodes.ranks()),
+      left_out_(shape.nodes.ranks(), 0),
+      taken_in_(shape.nodes.ranks(), 0),
       told_(shape.nodes.ranks(), 0) {
     for (auto& words : announced_) words.assign(shape.nodes.ranks(), 0);
 }
@@ -79,9 +83,32 @@ std::string LowLatency::capacity_error(const LowLatencyCall& call) const {
            " bytes of low-latency memory on a rank, num_rdma_bytes is " + std::to_string(data_bytes_);
 }
 
+// A rank that was stopped in the middle of a call writes where its block was then, when it wakes.
+std::string LowLatency::moved_error(const LowLatencyCall& call) const {
+    const std::uint64_t before = block_bytes_[(epoch_ + 1) % 2];
+    const std::uint64_t now = blocks_of(call).block;
+    if (before == 0 || before == now) return {};
+    for (std::uint32_t rank = 0; rank < nodes().ranks(); ++rank) {
+        if (!masked_[rank] || !loose_[rank]) continue;
+        return "rank " + std::to_string(rank) +
+               " is left out but may still write rows of a call that it took part in, in blocks of " +
+               std::to_string(before) + " bytes, and this call has blocks of " + std::to_string(now) +
+               ": keep num_max_dispatch_tokens_per_rank, hidden, num_experts and top-k until its process has ended or "
+               "it is taken in again";
+    }
+    return {};
+}
+
+// Call k goes to a rank once that has consumed call k − 2, or, after it was left out, knows what call comes next.
+bool LowLatency::takes_rows(std::uint32_t rank, std::uint64_t epoch) const {
+    const std::uint64_t consumed = consumed_by(rank);
+    return consumed + 2 >= epoch && consumed >= taken_in_[rank];
+}
+
 void LowLatency::begin(const std::shared_ptr<LowLatencyOperation>& operation) {
     ++epoch_;
     calls_[epoch_ % 2] = operation;
+    block_bytes_[epoch_ % 2] = blocks_of(operation->call_).block;
     for (std::uint32_t rank = 0; rank < nodes().ranks(); ++rank) {
         if (masked_[rank]) operation->leave_out(rank);
     }
@@ -93,6 +120,11 @@ std::shared_ptr<LowLatencyOperation> LowLatency::dispatch(const LowLatencyDispat
     refusal = may_begin("low_latency_dispatch");
     if (refusal.kind != Refusal::Kind::none) return nullptr;
     refusal.text = call_error(request.call);
+    if (refusal.text.empty()) {
+        refusal.text = moved_error(request.call);
+        refusal.kind = Refusal::Kind::state;
+        if (!refusal.text.empty()) return nullptr;
+    }
     if (refusal.text.empty() && request.tokens > request.call.tokens_max) {
         refusal.text = "x has " + std::to_string(request.tokens) + " rows, num_max_dispatch_tokens_per_rank is " +
                        std::to_string(request.call.tokens_max);
@@ -144,10 +176,12 @@ std::shared_ptr<LowLatencyOperation> LowLatency::combine(const LowLatencyCombine
                           std::to_string(buffer_epoch_) + " and this is call " + std::to_string(epoch_ + 1) +
                           ": take get_next_low_latency_combine_buffer after every other call, just before the combine");
     }
+    if (std::string moved = moved_error(handle->call); !moved.empty())
+        return refuse(Refusal::Kind::state, std::move(moved));
     std::vector<RowPlace> places;
     std::string text = plan_combine(request, places);
     if (!text.empty()) return refuse(Refusal::Kind::argument, std::move(text));
-    const std::uint64_t buffer = (epoch_ + 1) % 2 * half_bytes() + combine_blocks(handle->call).bytes;
+    const std::uint64_t buffer = (epoch_ + 1) % 2 * half_bytes() + blocks_of(handle->call).bytes;
     const std::byte* const inside = data();
     LowLatencyCombineRequest actual = request;
     if (request.zero_copy) {
@@ -174,7 +208,7 @@ std::optional<std::uint64_t> LowLatency::combine_buffer(const LowLatencyHandle& 
         return std::nullopt;
     }
     const std::uint32_t parity = (epoch_ + 1) % 2;
-    const std::uint64_t blocks = combine_blocks(handle.call).bytes;
+    const std::uint64_t blocks = blocks_of(handle.call).bytes;
     const std::uint64_t needed = blocks + combine_buffer_bytes(handle.call, rank());
     if (needed > half_bytes()) {
         refusal = {Refusal::Kind::capacity, "the combine buffer and what a combine receives need " +
@@ -313,15 +347,60 @@ bool LowLatency::tell() {
 }
 
 void LowLatency::mask(std::uint32_t rank, bool masked) {
+    if (masked_[rank] == static_cast<std::uint8_t>(masked)) return;
     masked_[rank] = masked;
     if (masked) {
+        left_out_[rank] = epoch_ + 1;
         for (const std::shared_ptr<LowLatencyOperation>& call : calls_) {
-            if (call && !call->ended()) call->leave_out(rank);
+            if (call && !call->ended() && call->leave_out(rank))
+                left_out_[rank] = std::min(left_out_[rank], call->epoch());
         }
         return;
     }
+    taken_in_[rank] = epoch_;
+    loose_[rank] = 0;
     if (mutant(Mutant::mask_forgets_consumed)) told_[rank] = consumed_;
     tell();
+}
+
+// ---- left out
+
+void LowLatency::abandon(const std::string& text) {
+    for (std::shared_ptr<LowLatencyOperation>& call : calls_) {
+        if (call && !call->ended()) call->abandon(FailureReason::left_out, text);
+    }
+    for (auto& outgoing : outgoing_) std::erase_if(outgoing, [](const Outgoing& out) { return !out.ticket.valid(); });
+}
+
+void LowLatency::go_on_after(std::uint64_t epoch) {
+    for (std::shared_ptr<LowLatencyOperation>& call : calls_) call.reset();
+    packed_.clear();
+    buffer_epoch_ = 0;
+    epoch_ = consumed_ = epoch;
+    tell();
+}
+
+bool LowLatency::quiet(std::uint32_t rank) const {
+    return !in_flight(0, rank) && !in_flight(1, rank);
+}
+
+LowLatencyWord LowLatency::told(std::uint32_t rank) const {
+    if (masked_[rank]) {
+        return {quiet(rank) ? LowLatencyTold::left_out_quiet : LowLatencyTold::left_out, left_out_[rank], 0};
+    }
+    if (taken_in_[rank] > 0 && sent_[rank].call <= taken_in_[rank]) {
+        return {LowLatencyTold::taken_in, taken_in_[rank], 0};
+    }
+    return sent_[rank];
+}
+
+std::uint32_t LowLatency::stage() const {
+    const std::shared_ptr<LowLatencyOperation>& last = calls_[epoch_ % 2];
+    return static_cast<std::uint32_t>(last ? last->stage_ : LowLatencyOperation::Stage::done);
+}
+
+bool LowLatency::hook_uncalled() const {
+    return std::any_of(std::begin(calls_), std::end(calls_), [](const auto& call) { return call && !call->ended(); });
 }
 
 }  // namespace expertwire::exchange

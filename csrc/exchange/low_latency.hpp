@@ -21,10 +21,12 @@
 
 #include "exchange/exchange.hpp"
 #include "exchange/low_latency_layout.hpp"
+#include "exchange/low_latency_word.hpp"
 
 namespace expertwire::exchange {
 
 const char* kind_name(Kind kind);
+const char* low_latency_stage_name(std::uint32_t stage);
 
 // What a dispatch leaves for its combine. Its counts are there once its hook has run.
 struct LowLatencyHandle {
@@ -83,6 +85,7 @@ struct LowLatencyPeer {
     bool masked = false;
     std::uint64_t arrived = 0;   // the last call whose rows came from it
     std::uint64_t consumed = 0;  // the last call that it has consumed
+    bool rows_missing = false;   // its rows of this call are waited for
     std::string missing;         // what is waited for from it, empty when nothing
 };
 
@@ -101,15 +104,18 @@ class LowLatencyOperation {
     // for every rank fails the same way; any other failure does not.
     Step receive(std::uint64_t budget, TimeNs now);
 
-    // From now on this call neither waits for the rank nor takes its rows.
-    void leave_out(std::uint32_t rank);
+    // From now on this call neither waits for the rank nor takes its rows. True: it did until now.
+    bool leave_out(std::uint32_t rank);
+    // It failed for this reason, without a word to anybody.
+    void abandon(FailureReason reason, const std::string& text);
 
     Kind kind() const { return kind_; }
     std::uint64_t epoch() const { return epoch_; }
     const Failure& failure() const { return failure_; }
     bool sent() const { return stage_ > Stage::sending; }
     bool ended() const { return stage_ == Stage::done || stage_ == Stage::failed; }
-    const char* stage_name() const;
+    std::uint32_t stage() const { return static_cast<std::uint32_t>(stage_); }
+    const char* stage_name() const { return low_latency_stage_name(stage()); }
     std::vector<LowLatencyPeer> progress() const;
 
   protected:
@@ -201,9 +207,23 @@ class LowLatency {
     bool settle(std::uint32_t& failed, Status& status);
 
     // Local: from now on nothing is sent to the rank, awaited from it, or told it; calls under way leave it out too.
-    // Taken back: it is told what it missed.
+    // Taken back: it is told what it missed, and gets rows again once it has said that it knows what call comes next.
     void mask(std::uint32_t rank, bool masked);
     bool masked(std::uint32_t rank) const { return masked_[rank]; }
+    // A masked rank may still write rows of calls that it took part in: blocks must stay where they are.
+    void set_loose(std::uint32_t rank, bool loose) { loose_[rank] = loose; }
+    // The other side: this rank was left out, so its calls under way end here …
+    void abandon(const std::string& text);
+    // … and, with nothing of it on its way out, it comes back behind a call that the others have all made.
+    void go_on_after(std::uint64_t epoch);
+    bool quiet(std::uint32_t rank) const;  // no put of mine to it is under way
+    LowLatencyWord told(std::uint32_t rank) const;
+    std::uint64_t epoch() const { return epoch_; }  // the last call that was begun
+    std::uint64_t taken_in(std::uint32_t rank) const {
+        return taken_in_[rank];
+    }  // after which call, last; 0: never left out
+    std::uint32_t stage() const;  // of that call, by number
+    bool hook_uncalled() const;
     // A rank to which a put fails is masked; else the call fails.
     void mask_what_fails(bool yes) { mask_what_fails_ = yes; }
 
@@ -237,6 +257,8 @@ class LowLatency {
     Refusal may_begin(const char* what) const;
     std::string call_error(const LowLatencyCall& call) const;
     std::string capacity_error(const LowLatencyCall& call) const;
+    std::string moved_error(const LowLatencyCall& call) const;
+    bool takes_rows(std::uint32_t rank, std::uint64_t epoch) const;
     void begin(const std::shared_ptr<LowLatencyOperation>& operation);
     bool reap(std::uint32_t parity, std::uint32_t& rank, Status& status);  // false: one has failed
     bool in_flight(std::uint32_t parity, std::uint32_t rank) const;
@@ -265,6 +287,11 @@ class LowLatency {
     } staging_[2];
     std::vector<std::uint8_t> masked_;
     bool mask_what_fails_ = false;
+    std::vector<std::uint8_t> loose_;          // [ranks]
+    std::uint64_t block_bytes_[2] = {};        // of the last call of the parity
+    std::vector<LowLatencyWord> sent_;         // [ranks]: the last call of which its rows are handed over, and how many
+    std::vector<std::uint64_t> left_out_;      // [ranks]: from which call on it is masked
+    std::vector<std::uint64_t> taken_in_;      // [ranks]
     std::vector<std::uint64_t> told_;          // [ranks]: what its word holds of my consumed
     std::vector<std::uint64_t> announced_[2];  // [ranks]: what its arrived word of the parity holds of me
 };

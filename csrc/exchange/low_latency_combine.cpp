@@ -52,7 +52,7 @@ LowLatencyCombine::LowLatencyCombine(LowLatency& exchange, const LowLatencyCombi
       request_(request),
       places_(std::move(places)),
       row_bytes_(2 * request.handle->call.hidden),
-      blocks_(combine_blocks(call_)),
+      blocks_(blocks_of(call_)),
       usable_(exchange.nodes().ranks(), 0),
       pointers_(request.topk),
       chosen_(request.topk),
@@ -69,7 +69,7 @@ LowLatencyCombine::LowLatencyCombine(LowLatency& exchange, const LowLatencyCombi
 void LowLatencyCombine::open_target(Target& target) {
     target.rows = target.units = request_.handle->came[target.rank];
     if (!target.near) return;
-    target.block = exchange_.port().memory()[target.rank].data + half() + blocks_.offset[exchange_.rank()];
+    target.block = exchange_.port().memory()[target.rank].data + half() + blocks_.of(exchange_.rank());
 }
 
 // Where row number `row` of those that came from the target lies in x. Called with rows that rise.
@@ -104,7 +104,7 @@ std::uint64_t LowLatencyCombine::send_near(Target& target, std::uint64_t budget)
 }
 
 Port::Piece LowLatencyCombine::piece(const Target&, std::uint64_t from, std::uint64_t row, std::uint64_t rows) const {
-    return {Region::data, from, Region::data, half() + blocks_.offset[exchange_.rank()] + row * row_bytes_,
+    return {Region::data, from, Region::data, half() + blocks_.of(exchange_.rank()) + row * row_bytes_,
             rows * row_bytes_};
 }
 
@@ -201,7 +201,7 @@ std::uint64_t LowLatencyCombine::pack(std::uint64_t budget) {
             const std::uint64_t slot = token_ * request_.topk + k;
             const RowPlace& place = places_[slot];
             if (place.rank == kNobody || !usable_[place.rank]) continue;
-            pointers_[count] = exchange_.data() + half() + blocks_.offset[place.rank] + place.row * row_bytes_;
+            pointers_[count] = exchange_.data() + half() + blocks_.of(place.rank) + place.row * row_bytes_;
             chosen_[count++] = weights_[slot];
         }
         rows::reduce_weighted(request_.out + token_ * row_bytes_, pointers_.data(), chosen_.data(), count,

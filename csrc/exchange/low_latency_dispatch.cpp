@@ -77,7 +77,7 @@ LowLatencyDispatch::LowLatencyDispatch(LowLatency& exchange, const LowLatencyDis
     for (std::size_t expert = 1; expert < expert_begin_.size(); ++expert) {
         expert_begin_[expert] += expert_begin_[expert - 1];
     }
-    blocks_ = dispatch_blocks(call_, exchange.rank());
+    blocks_ = blocks_of(call_);
     plans_.resize(exchange.nodes().ranks());
     if (!refused_.empty()) return;
     quantise();
@@ -125,8 +125,7 @@ void LowLatencyDispatch::open_target(Target& target) {
     }
     target.units = plan.tokens.size();
     if (!target.near) return;
-    const std::uint64_t block = dispatch_blocks(call_, target.rank).offset[exchange_.rank()];
-    target.block = exchange_.port().memory()[target.rank].data + half() + block;
+    target.block = exchange_.port().memory()[target.rank].data + half() + blocks_.of(exchange_.rank());
 }
 
 std::uint64_t LowLatencyDispatch::unit_bytes() const {
@@ -165,7 +164,7 @@ std::uint64_t LowLatencyDispatch::send_rows(Target& target, std::uint64_t budget
         finish_near(target);
         return moved + 1;
     }
-    const std::uint64_t there = half() + dispatch_blocks(call_, target.rank).offset[exchange_.rank()];
+    const std::uint64_t there = half() + blocks_.of(exchange_.rank());
     const Port::Piece piece{Region::data, target.staged_at, Region::data, there, bytes};
     if (!finish_far(target, {&piece, 1})) return moved;
     // The put holds the bytes now; the reservation without a ticket has served.
@@ -230,7 +229,7 @@ bool LowLatencyDispatch::take_counts(std::uint32_t source) {
 
 LowLatencyDispatch::Entry LowLatencyDispatch::entry(std::uint32_t source, std::uint64_t row) const {
     Entry found;
-    std::memcpy(&found, exchange_.data() + half() + blocks_.offset[source] + row * sizeof found, sizeof found);
+    std::memcpy(&found, exchange_.data() + half() + blocks_.of(source) + row * sizeof found, sizeof found);
     return found;
 }
 
@@ -266,9 +265,14 @@ std::uint64_t LowLatencyDispatch::pack_rows(std::uint64_t expert, std::uint32_t 
     const std::uint64_t rows = handle_->came[source];
     const std::uint64_t words = call_.scale_words();
     const std::uint64_t row_bytes = call_.row_bytes();
-    const std::byte* const units = exchange_.data() + half() + blocks_.offset[source] + rows * sizeof(Entry);
+    const std::byte* const units = exchange_.data() + half() + blocks_.of(source) + rows * sizeof(Entry);
     for (std::uint64_t row = 0; row < count; ++row) {
         const Entry from = entry(source, taken_[at] + row);
+        if (from.unit >= rows) {  // it was good when it came
+            fail(FailureReason::protocol, source,
+                 "rows of rank " + std::to_string(source) + " were written over while they were packed");
+            return 0;
+        }
         const std::uint64_t to = handle_->begin[at] + row;
         request_.src_info[expert * capacity + to] = static_cast<std::int32_t>(from.slot / call_.topk);
         const std::byte* const unit = units + from.unit * unit_bytes();
@@ -285,7 +289,7 @@ std::uint64_t LowLatencyDispatch::pack(std::uint64_t budget) {
     const std::uint64_t ranks = exchange_.nodes().ranks();
     const std::uint64_t end = call_.owned(exchange_.rank()) * ranks;
     std::uint64_t moved = 0;
-    for (; next_ < end && moved < budget; ++next_) {
+    for (; next_ < end && moved < budget && failure_.reason == FailureReason::none; ++next_) {
         const auto source = static_cast<std::uint32_t>(next_ % ranks);
         moved += 1;
         if (takes(source)) moved += pack_rows(next_ / ranks, source);

@@ -14,6 +14,13 @@ std::uint64_t align_block(std::uint64_t bytes) {
     return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
 }
 
+std::uint64_t most_rows(const LowLatencyCall& call) {
+    std::uint64_t most = 0;
+    for (std::uint32_t rank = 0; rank + 1 < call.expert_first.size(); ++rank)
+        most = std::max(most, call.rows_max(rank));
+    return most;
+}
+
 }  // namespace
 
 std::uint64_t LowLatencyCall::scale_words() const {
@@ -26,39 +33,26 @@ std::uint64_t LowLatencyCall::row_bytes() const {
     return format == RowFormat::bf16 ? 2 * hidden : hidden;
 }
 
-LowLatencyBlocks dispatch_blocks(const LowLatencyCall& call, std::uint32_t receiver) {
-    const auto ranks = static_cast<std::uint32_t>(call.expert_first.size() - 1);
-    const std::uint64_t block = align_block(call.rows_max(receiver) * call.dispatched_bytes());
-    LowLatencyBlocks blocks;
-    for (std::uint32_t source = 0; source < ranks; ++source) blocks.offset.push_back(source * block);
-    blocks.bytes = ranks * block;
-    return blocks;
-}
-
-LowLatencyBlocks combine_blocks(const LowLatencyCall& call) {
-    const auto ranks = static_cast<std::uint32_t>(call.expert_first.size() - 1);
-    LowLatencyBlocks blocks;
-    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
-        blocks.offset.push_back(blocks.bytes);
-        blocks.bytes += align_block(call.rows_max(rank) * 2 * call.hidden);
+LowLatencyBlocks blocks_of(const LowLatencyCall& call) {
+    std::uint64_t row = 2 * call.hidden;
+    for (const RowFormat format : {RowFormat::bf16, RowFormat::fp8}) {
+        LowLatencyCall other;
+        other.hidden = call.hidden;
+        other.format = format;
+        row = std::max(row, other.dispatched_bytes());
     }
+    LowLatencyBlocks blocks;
+    blocks.block = align_block(most_rows(call) * row);
+    blocks.bytes = (call.expert_first.size() - 1) * blocks.block;
     return blocks;
 }
 
 // Rows for another node wait behind the blocks, in rounds where they are many: a dispatch's block of one rank at a time
 // at the least, a combine's row.
 std::uint64_t low_latency_bytes(const LowLatencyCall& call, const NodeTable& nodes) {
-    std::uint64_t largest_block = 0;
-    std::uint64_t most = 0;
-    const bool far = nodes.nodes() > 1;
-    for (std::uint32_t rank = 0; rank < nodes.ranks(); ++rank) {
-        const LowLatencyBlocks blocks = dispatch_blocks(call, rank);
-        largest_block = std::max(largest_block, blocks.bytes / nodes.ranks());
-        most = std::max(most, blocks.bytes);
-    }
-    const std::uint64_t dispatched = most + (far ? largest_block : 0);
-    const std::uint64_t combined = combine_blocks(call).bytes + (far ? 2 * call.hidden : 0);
-    return 2 * align_block(std::max(dispatched, combined));
+    std::uint64_t outgoing = 0;
+    if (nodes.nodes() > 1) outgoing = std::max(align_block(most_rows(call) * call.dispatched_bytes()), 2 * call.hidden);
+    return 2 * align_block(blocks_of(call).bytes + outgoing);
 }
 
 std::uint64_t combine_buffer_bytes(const LowLatencyCall& call, std::uint32_t rank) {

@@ -39,13 +39,16 @@ struct LowLatencyCall {
     }
 };
 
-// Blocks of one half: block r at a receiver has what rank r sent it.
+// Blocks of one half: block r at a receiver has what rank r sent it. The same for dispatch and combine, for every
+// receiver and every format of rows: a rank that was stopped and left out may write rows of a call that is long over
+// when it wakes, and they must land in no block but its own.
 struct LowLatencyBlocks {
-    std::vector<std::uint64_t> offset;  // [ranks], from the start of the half
-    std::uint64_t bytes = 0;            // all blocks; what follows is free for this rank's own rows on their way out
+    std::uint64_t block = 0;  // bytes of one
+    std::uint64_t bytes = 0;  // all blocks; what follows is free for this rank's own rows on their way out
+
+    std::uint64_t of(std::uint32_t source) const { return source * block; }  // from the start of the half
 };
-LowLatencyBlocks dispatch_blocks(const LowLatencyCall& call, std::uint32_t receiver);
-LowLatencyBlocks combine_blocks(const LowLatencyCall& call);  // the same at every home
+LowLatencyBlocks blocks_of(const LowLatencyCall& call);
 
 // Bytes of the data region with which no rank lacks room in a dispatch and its combine.
 std::uint64_t low_latency_bytes(const LowLatencyCall& call, const NodeTable& nodes);

@@ -2,6 +2,7 @@
 // must agree on.
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "exchange/low_latency_calls.hpp"
@@ -44,6 +45,11 @@ const char* kind_name(Kind kind) {
     return kind == Kind::dispatch ? "low_latency_dispatch" : kind == Kind::combine ? "low_latency_combine" : "nothing";
 }
 
+const char* low_latency_stage_name(std::uint32_t stage) {
+    static constexpr const char* names[] = {"send", "wait", "pack", "done", "failed"};
+    return stage < std::size(names) ? names[stage] : "unknown";
+}
+
 LowLatencyOperation::LowLatencyOperation(LowLatency& exchange, Kind kind, const LowLatencyCall& call)
     : exchange_(exchange),
       kind_(kind),
@@ -57,8 +63,13 @@ void LowLatencyOperation::fail(FailureReason reason, std::uint32_t rank, std::st
     if (failure_.reason == FailureReason::none) failure_ = {reason, rank, status, std::move(text)};
 }
 
-void LowLatencyOperation::leave_out(std::uint32_t rank) {
-    if (stage_ >= Stage::packing) return;  // its rows are here and counted
+void LowLatencyOperation::abandon(FailureReason reason, const std::string& text) {
+    fail(reason, exchange_.rank(), text);
+    stage_ = Stage::failed;
+}
+
+bool LowLatencyOperation::leave_out(std::uint32_t rank) {
+    if (stage_ >= Stage::packing) return false;  // its rows are here and counted
     left_out_[rank] = 1;
     for (Target& target : targets_) {
         if (target.rank != rank || target.done) continue;
@@ -66,15 +77,11 @@ void LowLatencyOperation::leave_out(std::uint32_t rank) {
         std::erase_if(exchange_.outgoing_[parity_],
                       [&](const LowLatency::Outgoing& out) { return out.rank == rank && !out.ticket.valid(); });
     }
+    return true;
 }
 
 std::uint64_t LowLatencyOperation::half() const {
     return parity_ * exchange_.half_bytes();
-}
-
-const char* LowLatencyOperation::stage_name() const {
-    static constexpr const char* names[] = {"send", "wait", "pack", "done", "failed"};
-    return names[static_cast<std::size_t>(stage_)];
 }
 
 LowLatencyNotify LowLatencyOperation::header(std::uint64_t rows) const {
@@ -126,8 +133,7 @@ Step LowLatencyOperation::step_sending(std::uint64_t budget) {
             continue;
         }
         if (!target.open) {
-            const bool consumed = exchange.consumed_by(target.rank) + 2 >= epoch_;
-            if (!consumed && !mutant(Mutant::no_consumed_gate)) {
+            if (!exchange.takes_rows(target.rank, epoch_) && !mutant(Mutant::no_consumed_gate)) {
                 all = false;
                 continue;
             }
@@ -176,6 +182,7 @@ void LowLatencyOperation::finish_near(Target& target) {
     store_word(control, layout.arrived(parity_, exchange_.rank()), epoch_);
     exchange_.port().wake(target.rank);
     target.done = target.next >= target.units;
+    exchange_.sent_[target.rank] = {LowLatencyTold::sent, epoch_, static_cast<std::uint32_t>(target.rows)};
 }
 
 // The last put to a rank, with its record. Parts before it must have ended: its signal covers itself alone.
@@ -201,6 +208,7 @@ bool LowLatencyOperation::finish_far(Target& target, std::span<const Port::Piece
     }
     if (!exchange_.put(parity_, put, epoch_, from, to)) return false;
     target.done = true;
+    exchange_.sent_[target.rank] = {LowLatencyTold::sent, epoch_, static_cast<std::uint32_t>(target.rows)};
     return true;
 }
 
@@ -260,6 +268,10 @@ Step LowLatencyOperation::receive(std::uint64_t budget, TimeNs now) {
         case Stage::packing:
             if (mutant(Mutant::consumed_before_packed)) exchange_.packed(epoch_);
             if (pack(budget) > 0) return Step::progressed;
+            if (failure_.reason != FailureReason::none) {
+                stage_ = Stage::failed;
+                return Step::failed;
+            }
             end_packing();
             return finish();
         case Stage::done:
@@ -286,7 +298,8 @@ std::vector<LowLatencyPeer> LowLatencyOperation::progress() const {
                                load_word(exchange_.control(), exchange_.layout().arrived(1, rank)));
         row.consumed = exchange_.consumed_by(rank);
         if (row.masked) continue;
-        if (stage_ == Stage::sent && !arrived_[rank]) row.missing = "its rows";
+        row.rows_missing = stage_ == Stage::sent && !arrived_[rank];
+        if (row.rows_missing) row.missing = "its rows";
     }
     for (const Target& target : targets_) {
         if (stage_ != Stage::sending || target.done) continue;

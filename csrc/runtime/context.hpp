@@ -216,6 +216,11 @@ class Context {
     [[noreturn]] void raise_fault(const Fault& fault, std::string_view doing) const;  // Failure(peer) in words
     void publish_call(std::uint64_t sequence,
                       std::uint64_t phase);  // [any] goes out with my pulse: stores now, adds soon
+    // [any] The same for calls of the low-latency mode: `told` has a word for each rank. `now`: by a beat of its own.
+    void publish_low_latency(std::uint64_t call, std::span<const std::uint64_t> told, bool now);
+    std::uint64_t low_latency_told(std::uint32_t rank) const;  // [any] the word that it has for me; one load and a lock
+    bool ended(std::uint32_t rank) const;   // [any] it has left or its process has exited: it will not wake up
+    bool intact(std::uint32_t rank) const;  // [token] nothing that was submitted to it has ever failed
     // [control] Before an operation raises PeerError. Helps until every peer that can be reached holds it, or
     // `until_ns`.
     bool publish_verdict(std::uint32_t dead_rank, TimeNs until_ns);

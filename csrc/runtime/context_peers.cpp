@@ -70,7 +70,7 @@ void forget_words(ContextState& state, PeerRecord& peer, std::uint32_t rank) {
     peer.barrier_told = 0;
     PulseBlock& pulse = state.shared.pulse(rank);
     for (auto* word : {&pulse.heartbeat, &pulse.call_sequence, &pulse.phase, &pulse.verdict, &pulse.leaving,
-                       &pulse.fenced, &pulse.barrier})
+                       &pulse.fenced, &pulse.barrier, &pulse.low_latency_call, &pulse.low_latency_told})
         word->store(0, std::memory_order_relaxed);
 }
 

@@ -26,6 +26,8 @@ constexpr PulseWord pulse_words[] = {
     {offsetof(PulseBlock, heartbeat), &Liveness::Own::heartbeat},
     {offsetof(PulseBlock, call_sequence), &Liveness::Own::call_sequence},
     {offsetof(PulseBlock, phase), &Liveness::Own::phase},
+    {offsetof(PulseBlock, low_latency_call), &Liveness::Own::low_latency_call},
+    {offsetof(PulseBlock, low_latency_told), &Liveness::Own::low_latency_told},
     {offsetof(PulseBlock, verdict), &Liveness::Own::verdict},
     {offsetof(PulseBlock, leaving), &Liveness::Own::leaving},
 };
@@ -236,10 +238,10 @@ bool ContextState::hears_by_fabric(std::uint32_t rank) const {
 }
 
 bool ContextState::news_told() const {
-    const Liveness::Own own = liveness->own();
     for (std::uint32_t rank = 0; rank < options.size; ++rank) {
         const PeerRecord& peer = peers[rank];
         if (!peer.added.load(std::memory_order_acquire) || !hears_by_fabric(rank)) continue;
+        const Liveness::Own own = liveness->own(rank);
         if (liveness->state(rank) != PeerState::watched) continue;
         if (!holds_news(peer, own)) return false;
         if (peer.pulse_request.valid() && engine->status(peer.pulse_request) == Status::pending) return false;
@@ -251,13 +253,13 @@ bool ContextState::news_told() const {
 // writer).
 void ContextState::send_pulses(TimeNs now) {
     provider->greet_peers();
-    const Liveness::Own own = liveness->own();
     pulses_due = false;
     barriers_due = true;  // a peer may have ceased to read our words where they are
     for (std::uint32_t rank = 0; rank < options.size; ++rank) {
         const PeerRecord& peer = peers[rank];
         if (!peer.added.load(std::memory_order_acquire) || !hears_by_fabric(rank) || liveness->unreachable(rank))
             continue;
+        const Liveness::Own own = liveness->own(rank);
         const bool taken = send_pulse(rank, own, now);
         // A beat may be left out, a verdict or a farewell not: behind them the connection may end.
         if (!taken || !holds_news(peer, own)) pulses_due = true;

@@ -285,6 +285,29 @@ void Context::publish_call(std::uint64_t sequence, std::uint64_t phase) {
     state_->liveness->publish_call(sequence, phase);
 }
 
+void Context::publish_low_latency(std::uint64_t call, std::span<const std::uint64_t> told, bool now) {
+    state_->liveness->publish_low_latency(call, told);
+    if (!now) return;
+    state_->broadcast_pulse.store(true, std::memory_order_release);
+    state_->thread.unpark();
+}
+
+std::uint64_t Context::low_latency_told(std::uint32_t rank) const {
+    return state_->liveness->low_latency_told(rank);
+}
+
+bool Context::ended(std::uint32_t rank) const {
+    return state_->liveness->ended(rank);
+}
+
+bool Context::intact(std::uint32_t rank) const {
+    const std::vector<QueuePairId>& lanes = state_->peers[rank].lanes;
+    return std::all_of(lanes.begin(), lanes.end(), [&](QueuePairId lane) {
+        const QueuePairView view = state_->engine->view(lane);
+        return view.state == LaneState::open && view.generation == 1;
+    });
+}
+
 bool Context::publish_verdict(std::uint32_t dead_rank, TimeNs until_ns) {
     state_->liveness->publish_verdict(dead_rank);
     return tell(until_ns);

@@ -184,6 +184,7 @@ void ExchangeDriver::conclude(const exchange::Operation& operation, const exchan
             throw Failure(FailureKind::capacity, failure.text);
         case exchange::FailureReason::put:
             fail_put(operation, failure.rank, failure.status, failure.text, interrupted);
+        case exchange::FailureReason::left_out:  // never of this mode
         case exchange::FailureReason::protocol:
             throw Failure(FailureKind::transfer, where(operation) + failure.text);
     }

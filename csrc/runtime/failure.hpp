@@ -20,6 +20,7 @@ enum class FailureKind : std::uint8_t {
     deadline,              // DeadlineError
     cancelled,             // CancelledRequestError
     unavailable,           // UnavailableError
+    excluded,              // ExcludedError
 };
 
 class Failure : public std::runtime_error {

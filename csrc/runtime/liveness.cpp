@@ -53,6 +53,7 @@ void Liveness::add(std::uint32_t rank, const ProcessIdentity& process, std::uint
     peer.last_heartbeat = words_of(rank).heartbeat.load(std::memory_order_acquire);
     mine_.about(rank).has.store(instance, std::memory_order_release);
     peer.changed_ns = peer.heard_ns = now;
+    peer.exited = gone;
     if (gone) {
         peer.final_word = true;
         suspect_locked(peer, "its process (pid " + std::to_string(process.pid) + ") has exited", now, now);
@@ -67,6 +68,7 @@ void Liveness::remove(std::uint32_t rank) {
     peers_[rank].fenced = fenced;
     move(peers_[rank].state, PeerState::removed);
     mine_.about(rank).has.store(0, std::memory_order_release);
+    mine_.about(rank).low_latency_told.store(0, std::memory_order_release);
     std::erase(deaths_, rank);  // of the one that was: the engine would take it for its successor's
     // Another one may come back under its name: no word of ours must stand against that.
     forget_fault(rank);
@@ -153,6 +155,7 @@ void Liveness::look_at(std::uint32_t rank, Peer& peer, TimeNs now) {
     if (peer.pidfd.get() >= 0) {
         if (!exited(peer.pidfd.get())) return;
         peer.pidfd.reset();
+        peer.exited = true;
         peer.final_word = peer.theirs.present();
         suspect_locked(peer, "its process has exited", now, now);
         return;
@@ -341,6 +344,8 @@ PeerPulse Liveness::pulse(std::uint32_t rank, TimeNs now) const {
     pulse.heartbeat = block.heartbeat.load(std::memory_order_acquire);
     pulse.call_sequence = block.call_sequence.load(std::memory_order_acquire);
     pulse.phase = block.phase.load(std::memory_order_acquire);
+    pulse.low_latency_call = block.low_latency_call.load(std::memory_order_acquire);
+    pulse.low_latency_told = told_by(rank).load(std::memory_order_acquire);
     const Peer& peer = peers_[rank];
     pulse.leaving = farewell_of(rank);
     pulse.age_ns = peer.state == PeerState::absent || peer.state == PeerState::removed ||
@@ -391,6 +396,27 @@ void Liveness::publish_call(std::uint64_t sequence, std::uint64_t phase) {
     mine_.own().phase.store(phase, std::memory_order_relaxed);
 }
 
+void Liveness::publish_low_latency(std::uint64_t call, std::span<const std::uint64_t> told) {
+    mine_.own().low_latency_call.store(call, std::memory_order_release);
+    for (std::uint32_t rank = 0; rank < std::min(told.size(), peers_.size()); ++rank)
+        mine_.about(rank).low_latency_told.store(told[rank], std::memory_order_release);
+}
+
+const std::atomic<std::uint64_t>& Liveness::told_by(std::uint32_t rank) const {
+    const SharedBlock& theirs = peers_[rank].theirs;
+    return theirs.present() ? theirs.about(options_.rank).low_latency_told : mine_.pulse(rank).low_latency_told;
+}
+
+std::uint64_t Liveness::low_latency_told(std::uint32_t rank) const {
+    const std::lock_guard lock(mutex_);
+    return told_by(rank).load(std::memory_order_acquire);
+}
+
+bool Liveness::ended(std::uint32_t rank) const {
+    const std::lock_guard lock(mutex_);
+    return peers_[rank].exited || peers_[rank].state == PeerState::left;
+}
+
 void Liveness::publish_verdict(std::uint32_t dead_rank) {
     {
         const std::lock_guard lock(mutex_);
@@ -430,16 +456,21 @@ std::uint64_t Liveness::fenced_word() const {
     return word;
 }
 
-Liveness::Own Liveness::own() const {
+Liveness::Own Liveness::own(std::uint32_t reader) const {
     const PulseBlock& words = mine_.own();
-    return {words.heartbeat.load(std::memory_order_relaxed), words.call_sequence.load(std::memory_order_relaxed),
-            words.phase.load(std::memory_order_relaxed),     words.verdict.load(std::memory_order_relaxed),
-            words.leaving.load(std::memory_order_relaxed),   words.fenced.load(std::memory_order_relaxed)};
+    return {words.heartbeat.load(std::memory_order_relaxed),
+            words.call_sequence.load(std::memory_order_relaxed),
+            words.phase.load(std::memory_order_relaxed),
+            words.verdict.load(std::memory_order_relaxed),
+            words.leaving.load(std::memory_order_relaxed),
+            words.fenced.load(std::memory_order_relaxed),
+            words.low_latency_call.load(std::memory_order_relaxed),
+            mine_.about(reader).low_latency_told.load(std::memory_order_relaxed)};
 }
 
 void Liveness::ring_news() {
     const std::lock_guard lock(mutex_);
-    const Own words = own();
+    const Own words = own(options_.rank);
     if (words.verdict == rung_.verdict && words.leaving == rung_.leaving && words.fenced == rung_.fenced) return;
     rung_ = words;
     ring_mapped();

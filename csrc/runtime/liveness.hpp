@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,8 @@ struct PeerPulse {
     std::uint64_t heartbeat = 0;
     std::uint64_t call_sequence = 0;
     std::uint64_t phase = 0;
+    std::uint64_t low_latency_call = 0;
+    std::uint64_t low_latency_told = 0;
     TimeNs age_ns = 0;
     bool leaving = false;
 };
@@ -86,6 +89,9 @@ class Liveness {
     std::vector<int> pidfds() const;  // of watched peers, for the progress thread's poll
 
     void publish_call(std::uint64_t sequence, std::uint64_t phase);
+    void publish_low_latency(std::uint64_t call, std::span<const std::uint64_t> told);  // told: by rank
+    std::uint64_t low_latency_told(std::uint32_t rank) const;                           // what it last told me
+    bool ended(std::uint32_t rank) const;           // it will not wake up: its process has exited, or it has left
     void publish_verdict(std::uint32_t dead_rank);  // the first one stays
     void publish_leaving();
     void publish_barrier(std::uint64_t epoch);
@@ -93,9 +99,9 @@ class Liveness {
     void publish_fenced(std::uint32_t rank, bool fenced);
     // What who does not map us must have been told: absolute values, so that the context can add the difference.
     struct Own {
-        std::uint64_t heartbeat, call_sequence, phase, verdict, leaving, fenced;
+        std::uint64_t heartbeat, call_sequence, phase, verdict, leaving, fenced, low_latency_call, low_latency_told;
     };
-    Own own() const;
+    Own own(std::uint32_t reader) const;
 
   private:
     struct Peer {
@@ -110,6 +116,7 @@ class Liveness {
         TimeNs trouble_ns = 0;  // the others must have been heard after this; the last beat where silence was the sign
         bool fenced = false;    // by us
         bool has_us = false;    // it has been seen to have added us
+        bool exited = false;    // its process
         bool final_word = false;  // the process is gone and its stores were visible at once: nothing more can arrive
         std::string why;
     };
@@ -120,6 +127,7 @@ class Liveness {
     bool removed_us(std::uint32_t rank) const;
     void forget_fault(std::uint32_t rank);
     const PulseBlock& words_of(std::uint32_t rank) const;
+    const std::atomic<std::uint64_t>& told_by(std::uint32_t rank) const;  // its low-latency word for me
     bool fences(std::uint32_t rank, std::uint32_t messenger, std::uint32_t tag) const;
     bool may_be_earlier(std::uint32_t other, std::uint32_t rank, TimeNs since) const;
     bool others_decided(std::uint32_t rank, TimeNs since) const;

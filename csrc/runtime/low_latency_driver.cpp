@@ -19,6 +19,8 @@ constexpr TimeNs kSliceNs = 50'000'000;          // Ctrl-C is answered within 10
 constexpr TimeNs kGraceNs = 500'000'000;         // for what a rank that left had sent, and for the word of who died
 constexpr TimeNs kTellNs = 500'000'000;          // for the verdict to reach the others before this rank may be gone
 constexpr TimeNs kSilentNs = 2'000'000'000;      // a heartbeat older than this is called silence
+constexpr TimeNs kAbsentNs = 1'000'000'000;      // who took no turn for so long was stopped itself …
+constexpr TimeNs kReturnNs = 3'000'000'000;      // … and hears by then what beats of the others say of it
 
 std::string seconds(TimeNs ns) {
     char text[32];
@@ -52,8 +54,9 @@ void LowLatencyDriver::receive(exchange::LowLatencyOperation& operation, TimeNs 
 
 void LowLatencyDriver::run(exchange::LowLatencyOperation& operation, const StepFunction& step, TimeNs timeout_ns,
                            const std::function<void()>& interrupted) {
-    TimeNs deadline = now_ns() + timeout_ns;
-    TimeNs look = now_ns() + kSliceNs;
+    TimeNs last = now_ns();
+    TimeNs deadline = last + timeout_ns;
+    TimeNs look = last + kSliceNs;
     TimeNs idle_since = 0;
     broken_ = std::string("an earlier ") + exchange::kind_name(operation.kind()) + " (call " +
               std::to_string(operation.epoch()) + ") did not end; destroy this Buffer and make a new one";
@@ -74,6 +77,9 @@ void LowLatencyDriver::run(exchange::LowLatencyOperation& operation, const StepF
         }
         if (outcome == exchange::Step::done || outcome == exchange::Step::failed) break;
         const TimeNs now = now_ns();
+        // Whoever was stopped holds its own absence against nobody, and hears first who goes on without it.
+        if (shrink_ && now - last > kAbsentNs) deadline = std::max(deadline, now + kReturnNs);
+        last = now;
         if (now >= look) {
             interrupted();
             look = now + kSliceNs;
@@ -91,8 +97,10 @@ void LowLatencyDriver::run(exchange::LowLatencyOperation& operation, const StepF
             pause_cpu();
             continue;
         }
+        publish(false);
         helping.sleep(seen, std::min(kSliceNs, deadline > now ? deadline - now : 0));
     }
+    publish(false);
     conclude(operation);
     broken_.clear();
 }
@@ -103,6 +111,7 @@ bool LowLatencyDriver::leave_out(std::uint32_t rank) {
     const TokenGuard guard(context_, now_ns() + kSliceNs);
     if (!guard) return false;
     exchange_.mask(rank, true);
+    publish(true);
     return true;
 }
 
@@ -126,6 +135,7 @@ bool LowLatencyDriver::look_around(exchange::LowLatencyOperation& operation, Tim
                 static_cast<std::int32_t>(fault->rank));
         }
     }
+    if (shrink_) refuse_if_left_out(where(operation), operation.epoch());
     bool left_out = false;
     std::optional<std::uint32_t> gone;
     for (const exchange::LowLatencyPeer& peer : operation.progress()) {
@@ -156,6 +166,10 @@ void LowLatencyDriver::conclude(const exchange::LowLatencyOperation& operation) 
     const exchange::Failure& failure = operation.failure();
     if (failure.reason == exchange::FailureReason::none) return;
     const std::string text = "rank " + std::to_string(rank_) + ": " + failure.text;
+    if (failure.reason == exchange::FailureReason::left_out) {
+        broken_.clear();
+        throw Failure(FailureKind::excluded, failure.text);
+    }
     if (failure.reason == exchange::FailureReason::mismatch || failure.reason == exchange::FailureReason::capacity) {
         broken_.clear();
         const bool mismatch = failure.reason == exchange::FailureReason::mismatch;
@@ -214,16 +228,37 @@ void throw_refusal(const exchange::Refusal& refusal) {
     }
 }
 
-void LowLatencyDriver::mask(std::uint32_t rank, bool masked) {
-    const TokenGuard guard(context_, now_ns() + kGraceNs);
-    if (!guard) throw Failure(FailureKind::deadline, "the progress token is held for too long to change the mask");
-    exchange_.mask(rank, masked);
-    context_.turn_held(kTurnNs);
-}
-
 std::string LowLatencyDriver::where(const exchange::LowLatencyOperation& operation) const {
     return std::string(exchange::kind_name(operation.kind())) + " (call " + std::to_string(operation.epoch()) +
            ") on rank " + std::to_string(rank_) + ", phase " + operation.stage_name() + ": ";
+}
+
+// Not in this call, sent but not arrived, or silent (SPEC E8).
+std::string LowLatencyDriver::peer_state(const exchange::LowLatencyOperation& operation,
+                                         const exchange::LowLatencyPeer& peer) const {
+    const PeerPulse pulse = context_.pulse(peer.rank);
+    if (pulse.leaving) return "it has closed its Buffer";
+    const std::uint64_t epoch = operation.epoch();
+    const auto told = exchange::LowLatencyWord::of(pulse.low_latency_told, epoch);
+    const std::uint64_t call = pulse.low_latency_call >> 8;
+    const std::string at = "call " + std::to_string(call) + ", phase " +
+                           exchange::low_latency_stage_name(static_cast<std::uint32_t>(pulse.low_latency_call & 0xff));
+    if (pulse.age_ns > kSilentNs) {
+        return "it is silent: no heartbeat for " + seconds(pulse.age_ns) +
+               (call > 0 ? "; it was in " + at + " then" : "");
+    }
+    const std::string heard = " (heartbeat " + seconds(pulse.age_ns) + " ago)";
+    if (told.leaves_out()) return "it leaves this rank out from call " + std::to_string(told.call) + " on" + heard;
+    if (call < epoch) return "it is not in this call: its last was " + at + heard;
+    if (!peer.rows_missing) return "it is in " + at + heard;
+    if (told.told == exchange::LowLatencyTold::sent && told.call == epoch) {
+        return "it is in " + at + ", and has sent its " + std::to_string(told.rows) +
+               " rows of this call, which have not arrived" + heard;
+    }
+    if (told.told == exchange::LowLatencyTold::sent && told.call > epoch) {
+        return "it is in " + at + ", and has sent its rows of this call, which have not arrived" + heard;
+    }
+    return "it is in " + at + ", and has not sent to this rank yet" + heard;
 }
 
 std::string LowLatencyDriver::table(const exchange::LowLatencyOperation& operation) const {
@@ -233,11 +268,7 @@ std::string LowLatencyDriver::table(const exchange::LowLatencyOperation& operati
         text += "\n  rank " + std::to_string(peer.rank) + ": waiting for " + peer.missing +
                 "; the last rows from it were of call " + std::to_string(peer.arrived) + ", and it has consumed call " +
                 std::to_string(peer.consumed);
-        if (peer.rank == rank_) continue;
-        const PeerPulse pulse = context_.pulse(peer.rank);
-        if (pulse.leaving) text += "; it has closed its Buffer";
-        if (!pulse.leaving && pulse.age_ns > kSilentNs)
-            text += "; it is silent: no heartbeat for " + seconds(pulse.age_ns);
+        if (peer.rank != rank_) text += "; " + peer_state(operation, peer);
     }
     return text;
 }

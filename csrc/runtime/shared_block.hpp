@@ -22,13 +22,16 @@ struct alignas(64) PulseBlock {
     std::atomic<std::uint64_t> leaving;  // the instance that leaves, 0: none does
     std::atomic<std::uint64_t> fenced;   // bit rank % 64: I have removed it, and what it says of me counts for nothing
     std::atomic<std::uint64_t> barrier;  // the last epoch; absolute
+    std::atomic<std::uint64_t> low_latency_call;  // of that mode: the last call begun << 8 | its stage
+    std::atomic<std::uint64_t> low_latency_told;  // an exchange::LowLatencyWord for this reader alone: 0 in own()
 };
-static_assert(sizeof(PulseBlock) == 64);
+static_assert(sizeof(PulseBlock) == 128);
 
 // In one rank's block, about another one.
 struct PeerWords {
     std::atomic<std::uint64_t> has;     // by the block's owner: the instance that has that name here, 0: none
     std::atomic<std::uint64_t> reader;  // by the other, its instance: it maps this block, and reads own() there
+    std::atomic<std::uint64_t> low_latency_told;  // by the block's owner, for the other alone: a LowLatencyWord
 };
 
 // A word may outlive the process that said it, and the one that it is about: not everybody removes a rank, and adds who

@@ -256,6 +256,16 @@ class Context:
     def capabilities(self) -> dict:
         """dict of what the provider promises (csrc/provider/capabilities.hpp)."""
 
+    def publish_low_latency(self, call: int, told: Sequence[int]) -> None:
+        """
+        What my pulse tells of low-latency calls, to each rank a word of its own.
+        """
+
+    def low_latency_told(self, rank: int) -> int:
+        """
+        The word of low-latency calls that this rank has for me, as last heard.
+        """
+
 def library_facts(candidates: Sequence[str]) -> dict:
     """
     Load the best libfabric.so.1 among `candidates` (paths). Returns {found, path, version, message, tried}; never raises.
@@ -545,6 +555,11 @@ class LowLatency:
         """
         Bytes of region 'll_data' with which a dispatch of that shape and its combine have room.
         """
+
+def runtime_words(ranks: int, source: int) -> dict:
+    """
+    Where region 'runtime' has what `source` says: {word: byte offset}, and 'bytes' of it all; for tests.
+    """
 
 class LivenessProbe:
     """

@@ -74,7 +74,8 @@ class PeerError(ExpertwireError, ConnectionError):
 
 
 class ExcludedError(ExpertwireError, ConnectionError):
-    """The other ranks agreed (`Buffer.shrink`) to go on without this one, which had not answered them. `members`: those that went on."""
+    """Other ranks go on without this one, which had not answered them: by `Buffer.shrink`, whose `members` went on, or by leaving it out of
+    low-latency calls, where it may come back."""
 
     def __init__(self, message: str, members: tuple[int, ...] = ()) -> None:
         super().__init__(message)

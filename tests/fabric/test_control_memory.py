@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from expertwire import _native
 from expertwire.errors import InvalidArgumentError
 from expertwire.fabric import Endpoint, Scope
 from expertwire.fabric.config import Settings
@@ -17,14 +18,23 @@ from fabric.ranks import LOCAL, TCP, ranks
 BOTH = pytest.mark.parametrize("settings", [LOCAL, TCP], ids=["local", "tcp"])
 COUNTERS = 96
 RANKS = 3
-BLOCK = 64  # bytes: the doorbell, our own words, each rank's words here; then two words on each rank (csrc/runtime/shared_block.hpp)
-BARRIER = 48  # offset among a rank's words
+WORD = 64  # some offset in the runtime's region
+
+
+def words(endpoint: Endpoint, name: str) -> list[int]:
+    """What each rank says here, by source."""
+    base = endpoint.native.region_address(endpoint.native.region("runtime"))
+    offsets = [_native.runtime_words(endpoint.size, source)[name] for source in range(endpoint.size)]
+    return [ctypes.c_uint64.from_address(base + offset).value for offset in offsets]
 
 
 def barrier_words(endpoint: Endpoint) -> list[int]:
-    """By source rank."""
-    base = endpoint.native.region_address(endpoint.native.region("runtime")) + 2 * BLOCK + BARRIER
-    return [ctypes.c_uint64.from_address(base + BLOCK * source).value for source in range(endpoint.size)]
+    return words(endpoint, "barrier")
+
+
+def words_that_stand(endpoint: Endpoint) -> list[list[int]]:
+    """Those that change with calls alone, not with time."""
+    return [words(endpoint, name) for name in ("barrier", "low_latency_call", "low_latency_told")]
 
 
 def extents(endpoint: Endpoint) -> list[tuple[int, int]]:
@@ -48,8 +58,8 @@ def reach_beyond(endpoint: Endpoint, peer: int, count: int) -> list[str]:
         lambda: endpoint.signal(peer, 1, 2**40),
         lambda: endpoint.signal(peer, 1, 2**64 - 8),
         lambda: endpoint.write(peer, region, "counters", 16, remote_offset=8 * count - 8),
-        lambda: endpoint.signal(peer, 1, BLOCK, remote="runtime"),
-        lambda: endpoint.write(peer, region, "runtime", 8, remote_offset=BLOCK),
+        lambda: endpoint.signal(peer, 1, WORD, remote="runtime"),
+        lambda: endpoint.write(peer, region, "runtime", 8, remote_offset=WORD),
         lambda: endpoint.read(peer, region, "runtime", 8),
     ):
         try:
@@ -65,17 +75,17 @@ def test_no_counter_reaches_a_barrier_word(settings: Settings) -> None:
     with ranks(RANKS, settings, counters=COUNTERS) as group:
         group.all(bodies.barrier_briefly, 10_000)
         group.all(bodies.barrier_briefly, 10_000)
-        before = group.all(barrier_words)
-        assert [sorted(words) for words in before] == [[0, 2, 2]] * RANKS
+        before = group.all(words_that_stand)
+        assert [[sorted(said) for said in rank] for rank in before] == [[[0, 2, 2], [0, 0, 0], [0, 0, 0]]] * RANKS
         for member in group.members:
             member.ask(count_everywhere, (member.rank + 1) % RANKS, COUNTERS)
         for member in group.members:
             member.answer()
         assert group[1].call(bodies.counters, 0, COUNTERS) == [2**64 - 1] * COUNTERS
-        assert group.all(barrier_words) == before
+        assert group.all(words_that_stand) == before
         (counters, counters_bytes), (runtime, runtime_bytes) = group[0].call(extents)
         assert counters_bytes == 8 * COUNTERS
-        assert runtime_bytes == BLOCK * (2 + RANKS) + 16 * RANKS
+        assert runtime_bytes == _native.runtime_words(RANKS, 0)["bytes"]
         assert counters + counters_bytes <= runtime or runtime + runtime_bytes <= counters
         said = group[0].call(reach_beyond, 1, COUNTERS)
         assert f"counter {COUNTERS} does not exist: rank 1 was built with counters={COUNTERS}" in said[0]
@@ -84,7 +94,7 @@ def test_no_counter_reaches_a_barrier_word(settings: Settings) -> None:
         assert f"'counters' has {8 * COUNTERS} bytes; 16 bytes at offset {8 * COUNTERS - 8}" in said[3]
         assert all("belongs to the endpoint" in one for one in said[4:])
         group.all(bodies.barrier_briefly, 10_000)
-        assert [sorted(words) for words in group.all(barrier_words)] == [[0, 3, 3]] * RANKS
+        assert [sorted(said) for said in group.all(barrier_words)] == [[0, 3, 3]] * RANKS
 
 
 @BOTH

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from expertwire import _simulation
 from expertwire.testing import sweep
 from expertwire.testing.cluster import kept_mutant
 
@@ -46,10 +47,12 @@ def test_another_trace_in_another_process_is_a_failure() -> None:
 
 @pytest.mark.parametrize("family", ["engine", "counted", "exchange", "low-latency"])
 def test_a_failing_seed_prints_the_command_that_replays_it(family: str, capsys: pytest.CaptureFixture[str]) -> None:
-    failures = [sweep.Failure(family, 6 if family == "low-latency" else 1, "")]
     if family in ("engine", "counted"):
         with kept_mutant("long_write"):
             failures = list(sweep.run_batch(sweep.Batch(family, 1, 2)).failures)
+    else:  # the first seed that sees it: which one that is changes with the layout of what is sent
+        run = _simulation.run_low_latency_seeds if family == "low-latency" else _simulation.run_exchange_seeds
+        failures = [sweep.Failure(family, seed, text) for seed, text in run(1, 60, mutant="long_write", stop=True)["failures"]]
     assert failures
     command = shlex.split(failures[0].replay_command())
     assert command[:3] == ["python", "-m", "expertwire.testing.sweep"]

@@ -35,6 +35,7 @@ from expertwire.ep.low_latency import LowLatencyOperations
 from expertwire.ep.variants import keywords
 from expertwire.errors import (
     DeadlineError,
+    ExcludedError,
     InvalidArgumentError,
     InvalidTypeError,
     PeerError,
@@ -543,7 +544,7 @@ class Buffer(LowLatencyOperations):
         with self._holding(operation):
             try:
                 yield
-            except (*checks.UNSENT, StateError):  # one that a core raises comes before it sends: call in another order
+            except (*checks.UNSENT, StateError, ExcludedError):  # one that a core raises comes before it sends, or ends a call for good
                 raise
             except BaseException as error:
                 why = self.runtime.excluded() if isinstance(error, PeerError | DeadlineError | TransferError) else None

@@ -92,7 +92,7 @@ class LowLatencyOperations:
         Raises:
             InvalidArgumentError, StateError: nothing was sent. MismatchError: ranks disagree on M, H, E, K, the format or the operation.
             CapacityError: the shape does not fit in num_rdma_bytes. PeerError, DeadlineError: the Buffer is failed; with `enable_shrink`
-            the rank is masked instead.
+            the rank is masked instead. ExcludedError: others have masked this one; says who, and how it comes back.
         """
         backend = self._low_latency("low_latency_dispatch")
         given = {"cumulative_local_expert_recv_stats": cumulative_local_expert_recv_stats}
@@ -192,8 +192,11 @@ class LowLatencyOperations:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a rank out of this rank's low-latency calls from now on, or, with mask=False, take it in again. Local.
 
-        Both of a pair must leave each other out, and be taken in between the same two calls. A rank that still lives must not be inside a
-        call when it is taken in again.
+        Both of a pair must leave each other out, and take each other in between the same two calls, with no hook uncalled. A rank that was
+        stopped and left out gets `ExcludedError`, and has nothing to take in: once all others have taken it in, its next call is theirs.
+        Until then, or until its process has ended, calls keep their shape: M, H, E and K.
+
+        Raises `StateError` where a rank cannot be taken in: a hook is uncalled, rows to it are under way, or work for it failed meanwhile.
         """
         backend = self._shrinking("low_latency_update_mask_buffer")
         rank = require_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)

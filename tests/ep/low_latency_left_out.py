@@ -1,0 +1,141 @@
+"""What ranks do in tests of who is left out of low-latency calls, wakes up, and comes back; and of what a deadline says of each peer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep.low_latency_odd import PLAIN, check, inputs, open_buffer, send
+from ep.low_latency_work import Case, run_case
+from ep.work import caught, described
+from expertwire.errors import ExcludedError
+from harness import Rank
+
+WIDE = Case(experts=16, tokens_max=32, hidden=4096)  # its send takes long enough to be stopped in
+WAIT = 1  # a stage of a call: sent, and its hook is uncalled or waits
+
+
+def word(call: int, rows: int) -> int:
+    """That all rows of a call are handed over, as exchange::LowLatencyWord packs it."""
+    return call << 32 | rows
+
+
+def pids(rank: Rank) -> list[int]:
+    found: list[int] = [0] * rank.size
+    dist.all_gather_object(found, os.getpid(), rank.group)
+    return found
+
+
+def idle_until(buffer: Any, there: Any, seconds: float) -> bool:
+    context, until = buffer.runtime._context, time.monotonic() + seconds
+    while not there():
+        if time.monotonic() > until:
+            return False
+        context.doorbell_wait(context.doorbell_seen(), 20)
+    return True
+
+
+def three_that_do_not_come(rank: Rank, node_of: Sequence[int], provider: str) -> tuple[str, int, str] | None:
+    """Rank 0 waits for three: 1 is not in the call, 2 has sent what does not arrive, 3 was stopped."""
+    buffer = open_buffer(rank, node_of, timeout_ms=3500, provider=provider)
+    run_case(rank, buffer, PLAIN)
+    others = pids(rank)
+    error = None
+    if rank.rank == 0:
+        error = caught(lambda: send(buffer, rank, PLAIN)[4]())
+        os.kill(others[3], signal.SIGCONT)
+    elif rank.rank == 2:  # as the core says behind a send; no transport here loses rows
+        buffer.runtime._context.publish_low_latency(3 << 8 | WAIT, [word(3, 17)] * rank.size)
+    elif rank.rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank.rank > 0:
+        idle_until(buffer, lambda: buffer.runtime._context.pulse(0)[4], 20)
+    buffer.destroy()
+    return error
+
+
+def what_is_said(rank: Rank, node_of: Sequence[int], provider: str) -> int:
+    """How many rows a rank says that it has sent is how many it has."""
+    buffer = open_buffer(rank, node_of, provider=provider)
+    run_case(rank, buffer, PLAIN)
+    send(buffer, rank, PLAIN)[4]()
+    source = (rank.rank + 1) % rank.size
+    _, ids, _ = inputs(PLAIN, source)
+    each = PLAIN.experts // rank.size
+    rows = int((ids // each == rank.rank).sum())
+    assert idle_until(buffer, lambda: buffer.runtime._context.low_latency_told(source) == word(3, rows), 5)
+    dist.barrier(rank.group)
+    buffer.destroy()
+    return rows
+
+
+def stopped_and_woken(rank: Rank, node_of: Sequence[int], provider: str, victim: int, moment: str, flag: str) -> dict[str, Any]:
+    """One rank is stopped in the middle of a dispatch, the others leave it out and go on; it wakes up, hears of it, and comes back."""
+    os.environ["EXPERTWIRE_HARD_TIMEOUT_MS"] = "200000"
+    try:
+        buffer = open_buffer(rank, node_of, (PLAIN, WIDE), enable_shrink=True, timeout_ms=3000, provider=provider)
+    finally:
+        del os.environ["EXPERTWIRE_HARD_TIMEOUT_MS"]
+    run_case(rank, buffer, WIDE)
+    others = pids(rank)
+    if rank.rank == victim:
+        out = be_stopped(rank, buffer, moment)
+        Path(flag).touch()
+    else:
+        out = go_on_without(rank, buffer, victim, others[victim])
+        assert idle_until(buffer, Path(flag).exists, 20), "the victim has not heard that it is out"
+        buffer.low_latency_update_mask_buffer(victim, False)
+    until = time.monotonic() + 20
+    while True:
+        try:
+            run_case(rank, buffer, replace(WIDE, seed=90))
+            break
+        except ExcludedError:  # not everybody has taken it in
+            if rank.rank != victim or time.monotonic() > until:
+                raise
+    for seed in (91, 92):
+        run_case(rank, buffer, replace(WIDE, seed=seed))
+    run_case(rank, buffer, PLAIN)
+    buffer.destroy()
+    return out
+
+
+def be_stopped(rank: Rank, buffer: Any, moment: str) -> dict[str, Any]:
+    if moment == "in a send":
+        threading.Timer(0.0005, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    out: dict[str, Any] = {}
+    try:
+        result = send(buffer, rank, WIDE)
+        if moment == "before its hook":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        result[4]()
+        check(rank, WIDE, result)  # everybody had sent to it, and that is what it has
+    except ExcludedError as error:
+        out["first"] = described(error)
+    out["second"] = caught(lambda: send(buffer, rank, WIDE)[4]())
+    return out
+
+
+def go_on_without(rank: Rank, buffer: Any, victim: int, pid: int) -> dict[str, Any]:
+    masked = [[victim] if at != victim else [other for other in range(rank.size) if other != victim] for at in range(rank.size)]
+    status = torch.zeros(rank.size, dtype=torch.int32)
+    for _ in range(2):
+        send(buffer, rank, WIDE)[4]()  # in the first the victim's rows may have come, in the second they have not
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [int(at == victim) for at in range(rank.size)]
+    out = {"moved": caught(lambda: send(buffer, rank, PLAIN))}
+    for seed in (1, 2):
+        run_case(rank, buffer, replace(WIDE, seed=seed), masked)
+    os.kill(pid, signal.SIGCONT)
+    for seed in range(3, 12):  # it wakes up among these, and its rows come
+        run_case(rank, buffer, replace(WIDE, seed=seed), masked)
+    return out

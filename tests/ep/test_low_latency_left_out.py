@@ -1,0 +1,42 @@
+"""The low-latency mode where a rank is left out: it wakes up, hears of it, and comes back; and what a deadline says of each peer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ep import low_latency_left_out as ranks
+from harness import World
+
+
+@pytest.mark.parametrize("provider", ["local", "tcp"])
+def test_a_deadline_tells_not_in_the_call_sent_and_silent_apart(world: World, provider: str) -> None:
+    kind, _, message = world.run(4, ranks.three_that_do_not_come, (0, 0, 1, 1), provider)[0]
+    assert kind == "DeadlineError"
+    said = {int(line.split(":")[0].split()[1]): line for line in message.splitlines()[1:]}
+    assert sorted(said) == [1, 2, 3]
+    assert re.search(r"waiting for its rows.*; it is not in this call: its last was call 2, phase done \(heartbeat \d\.\d s ago\)", said[1])
+    assert "it is in call 3, phase wait, and has sent its 17 rows of this call, which have not arrived (heartbeat" in said[2]
+    assert re.search(r"it is silent: no heartbeat for \d\.\d s", said[3])
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
+def test_what_was_sent_is_said(world: World, node_of: tuple[int, ...]) -> None:
+    assert all(rows > 0 for rows in world.run(2, ranks.what_is_said, node_of, "local"))
+
+
+@pytest.mark.parametrize(("provider", "moment"), [("local", "in a send"), ("tcp", "before its hook"), ("tcp", "in a send")])
+def test_a_stopped_rank_wakes_up_hears_that_it_is_out_and_comes_back(world: World, provider: str, moment: str, tmp_path: Path) -> None:
+    victim = 2
+    answers = world.run(4, ranks.stopped_and_woken, (0, 0, 1, 1), provider, victim, moment, str(tmp_path / "heard"))
+    woken = answers.pop(victim)
+    for kind, _, message in woken.values():
+        assert kind == "ExcludedError", message
+        assert re.search(r"ranks? [013](, [013])*( and [013])? ha(s|ve) left this rank out of call \d+", message)
+        assert "low_latency_update_mask_buffer(2, False) on each of them" in message
+    for rank, out in zip((0, 1, 3), answers, strict=True):
+        kind, _, message = out["moved"]
+        assert kind == "StateError", f"rank {rank}: {message}"
+        assert "rank 2 is left out but may still write rows" in message
