@@ -45,6 +45,7 @@ class Branch:
         "flow",
         "granted_at",
         "held",
+        "held_bytes",
         "index",
         "leg",
         "lines",
@@ -65,6 +66,7 @@ class Branch:
         self.lines = b""  # D's header lines
         self.reply: tuple[bytes, dict[str, Any]] | None = None  # D's, whole, and read
         self.held: list[bytes] = []  # events on their way to the client
+        self.held_bytes = 0  # that came before the status could leave
         self.avoid_prefill: set[Server] = set()
         self.avoid_decode: set[Server] = set()
 
@@ -162,6 +164,12 @@ class Exchange(Conversation):
             leg.last = piece
             self._events(leg, branch, piece, now)
         if self._stage is Stage.OPEN:
+            branch.held_bytes += len(piece)
+            if branch.held_bytes > (limit := self.core.config.limits.reply_bytes):
+                branch.failure = faults.answer_too_large(Side.DECODE, limit)
+                self._cancel_leg(leg)
+                self._step(branch, Event.UNFIT, now)
+                return None
             return self._begin_stream(now) or None
         if self._stage is Stage.OVER:
             return None
@@ -206,7 +214,9 @@ class Exchange(Conversation):
             event = Event.LOST
         if event is Event.UNREACHED:
             (branch.avoid_prefill if state is State.PREFILLING else branch.avoid_decode).add(leg.server)
-        branch.failure = self._fault_of(leg, failure)
+        # What another P has said is worth more than that this one said nothing.
+        if not (event is Event.UNREACHED and state is State.PREFILLING and isinstance(branch.failure, Answer)):
+            branch.failure = self._fault_of(leg, failure)
         self._step(branch, event, now)
 
     def client_gone(self, now: float) -> None:
