@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -53,7 +54,7 @@ OpKind parse_kind(const std::string& kind);  // throws Failure
 // Submits, waiting up to timeout_ms where the tables are full. Without the GIL. Throws Failure.
 std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t rank, std::span<const ChunkSpec> chunks,
                                         std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms,
-                                        bool later = false);
+                                        runtime::Posting posting = runtime::Posting::with_a_turn);
 
 // native_batch.cpp
 using OffsetArray =
@@ -65,11 +66,18 @@ std::shared_ptr<PyRequest> submit_batch(const PyContext& self, std::uint32_t ran
 
 using NumberArray =
     nanobind::ndarray<const std::uint32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
-std::shared_ptr<PyRequest> submit_arrays(const PyContext& self, std::uint32_t rank, const std::string& kind,
-                                         const NumberArray& locals, const OffsetArray& offsets,
-                                         const NumberArray& remotes, const OffsetArray& remote_offsets,
-                                         const OffsetArray& bytes, const std::optional<nanobind::bytes>& notification,
-                                         std::uint32_t lane, std::int64_t timeout_ms, bool later);
+
+// Python's `PreparedRequest`.
+struct PyPrepared {
+    std::shared_ptr<runtime::Context> context;
+    runtime::PreparedChunks chunks;
+    std::mutex mutex;  // of chunks, which a submission may have to check anew
+};
+std::unique_ptr<PyPrepared> prepare_arrays(const PyContext& self, std::uint32_t rank, const std::string& kind,
+                                           const NumberArray& locals, const OffsetArray& offsets,
+                                           const NumberArray& remotes, const OffsetArray& remote_offsets,
+                                           const OffsetArray& bytes, std::uint32_t lane);
+void bind_prepared(nanobind::module_& module);
 
 // Raises the pending KeyboardInterrupt, if any. Takes the GIL: call it between wait slices (≤ 50 ms apart).
 void check_signals();

@@ -5,6 +5,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -210,11 +211,7 @@ void bind_request(nb::module_& module) {
             "status", [](const PyRequest& self) { return static_cast<int>(self.context->status(self.ticket)); },
             "One local load (SPEC T13): 0 ok, 1 pending, else the number of the failure (Context.status_name).")
         .def(
-            "turn",
-            [](const PyRequest& self) {
-                if (self.context->status(self.ticket) == Status::pending) self.context->turn(20'000);
-                return static_cast<int>(self.context->status(self.ticket));
-            },
+            "turn", [](const PyRequest& self) { return static_cast<int>(self.context->turn_for(self.ticket, 20'000)); },
             nb::call_guard<nb::gil_scoped_release>(),
             "Help the engine for at most 20 us if nobody does, then status().")
         .def("wait", &request_wait, "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>(),
@@ -318,13 +315,12 @@ void bind_submissions(Class& cls) {
              "`local` at offsets[i] and remote region `remote` at remote_offsets[i] (uint64, one dimension). Otherwise "
              "as submit().")
         .def(
-            "submit_arrays", &submit_arrays, "rank"_a, "kind"_a, "locals"_a, "offsets"_a, "remotes"_a,
-            "remote_offsets"_a, "bytes"_a, "notification"_a.none(), "lane"_a, "timeout_ms"_a, "later"_a = false,
-            "One logical request of many chunks, from arrays of one length: chunk i is bytes[i] bytes (uint64) between "
-            "offsets[i]\n"
-            "(uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region remotes[i]. later: the "
-            "progress\n"
-            "thread posts them, not this call. Otherwise as submit().");
+            "prepare_arrays", &prepare_arrays, "rank"_a, "kind"_a, "locals"_a, "offsets"_a, "remotes"_a,
+            "remote_offsets"_a, "bytes"_a, "lane"_a,
+            "A request of many chunks, from arrays of one length, to be submitted later and often: chunk i is bytes[i] "
+            "bytes (uint64)\n"
+            "between offsets[i] (uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region "
+            "remotes[i].");
 }
 
 template <class Class>
@@ -365,6 +361,9 @@ void bind_waits(Class& cls) {
         .def(
             "turn", [](Self self) { return self.context->turn(20'000); }, Release(),
             "One turn of at most 20 us if the token is free.")
+        .def(
+            "step_aside", [](Self self) { self.context->step_aside(); }, Release(),
+            "A caller that has taken turns is about to sleep elsewhere: the progress thread takes over at once.")
         .def(
             "ring", [](Self self, std::uint32_t rank) { self.context->ring(rank); }, "rank"_a, Release(),
             "Ring a mapped rank's doorbell after storing into its memory.")
@@ -488,11 +487,11 @@ void bind_records(Class& cls) {
 
 std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t rank, std::span<const ChunkSpec> chunks,
                                         std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms,
-                                        bool later) {
+                                        runtime::Posting posting) {
     Context& context = *self.context;
     Engine::Submitted submitted{};
     const bool taken = wait_in_slices(timeout_ms, [&](TimeNs until) {
-        submitted = context.submit(rank, chunks, controls, delivered ? Level::delivered : Level::local, until, later);
+        submitted = context.submit(rank, chunks, controls, delivered ? Level::delivered : Level::local, until, posting);
         return submitted.status != Status::would_block;
     });
     if (!taken) context.fail_full(rank, timeout_ms);
@@ -506,6 +505,7 @@ void bind_context(nb::module_& module) {
     using namespace bind;
     register_failures();
     bind_request(module);
+    bind_prepared(module);
     module.def(
         "status_name", [](int status) { return std::string(runtime::status_name(static_cast<Status>(status))); },
         "status"_a, "The word for a status number.");

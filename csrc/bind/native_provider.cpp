@@ -52,6 +52,7 @@ nb::dict to_dict(const Capabilities& capabilities) {
     row["remote_atomics"] = capabilities.remote_atomics;
     row["local_registration"] = capabilities.local_registration;
     row["manual_progress"] = capabilities.manual_progress;
+    row["ends_at_post"] = capabilities.ends_at_post;
     row["detects_death"] = capabilities.detects_death;
     row["message_bytes_max"] = capabilities.message_bytes_max;
     row["ordered_bytes_max"] = capabilities.ordered_bytes_max;

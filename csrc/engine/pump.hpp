@@ -25,20 +25,10 @@ struct PumpTables {
     std::array<PostCommand, 64> commands;
 };
 
-// `arrivals` is what the provider's poll() appends to. Bounded: at most `rounds` × 64 completions and as many posts.
-template <class AnyProvider, class Arrivals>
-PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds,
-                PumpTables& tables) {
-    PumpResult result;
-    auto& [completions, commands] = tables;
-    for (std::uint32_t round = 0; round < rounds; ++round) {
-        const std::size_t count = provider.poll(std::span<Completion>(completions), arrivals);
-        for (std::size_t i = 0; i < count; ++i) engine.on_completion(completions[i], now);
-        result.completions += static_cast<std::uint32_t>(count);
-        if (count < completions.size()) break;
-    }
-    // Who was stopped, or in a long compile, finds completions of long ago: they are taken before deadlines are judged.
-    if (engine.has_caught_up(result.completions)) engine.step(now);
+template <class AnyProvider>
+void pump_posts(Engine& engine, AnyProvider& provider, TimeNs now, std::uint32_t rounds, PumpTables& tables,
+                PumpResult& result) {
+    auto& commands = tables.commands;
     for (std::uint32_t round = 0; round < rounds; ++round) {
         const std::size_t count = engine.take_posts(std::span<PostCommand>(commands), now);
         std::uint32_t pushed_back = 0;
@@ -52,6 +42,23 @@ PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeN
         result.again += pushed_back;
         if (count < commands.size() || pushed_back > 0) break;
     }
+}
+
+// `arrivals` is what the provider's poll() appends to. Bounded: at most `rounds` × 64 completions and as many posts.
+template <class AnyProvider, class Arrivals>
+PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds,
+                PumpTables& tables) {
+    PumpResult result;
+    auto& completions = tables.completions;
+    for (std::uint32_t round = 0; round < rounds; ++round) {
+        const std::size_t count = provider.poll(std::span<Completion>(completions), arrivals);
+        for (std::size_t i = 0; i < count; ++i) engine.on_completion(completions[i], now);
+        result.completions += static_cast<std::uint32_t>(count);
+        if (count < completions.size()) break;
+    }
+    // Who was stopped, or in a long compile, finds completions of long ago: they are taken before deadlines are judged.
+    if (engine.has_caught_up(result.completions)) engine.step(now);
+    pump_posts(engine, provider, now, rounds, tables, result);
     return result;
 }
 

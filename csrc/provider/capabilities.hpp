@@ -18,6 +18,7 @@ struct Capabilities {
     bool remote_atomics = false;          // else signals travel as messages that the target's progress thread applies
     bool local_registration = false;      // MR_LOCAL: the source of a write must be registered too
     bool manual_progress = true;          // the target must poll
+    bool ends_at_post = false;            // what is small has ended when its post returns
     bool detects_death = false;           // a dead peer shows up as an error completion
     std::uint64_t message_bytes_max = 0;  // largest single write or read
     std::uint64_t ordered_bytes_max = ~std::uint64_t{0};  // class A: order holds up to this size (max_order_waw_size)

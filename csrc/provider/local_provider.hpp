@@ -98,6 +98,7 @@ class LocalProvider final : public Provider {
         capabilities_.delivery_complete = true;
         capabilities_.remote_atomics = true;
         capabilities_.manual_progress = false;
+        capabilities_.ends_at_post = true;
         capabilities_.message_bytes_max = kCopyBytesMax;
         capabilities_.notification_bytes_max = options.notification_bytes_max;
         capabilities_.transmit_queue = options.transmit_queue;

@@ -314,7 +314,7 @@ bool Context::deregister_region(RegionId region, TimeNs until_ns) {
     ContextState& state = *state_;
     while (true) {
         {
-            const std::unique_lock lock(state.tables);
+            const TablesChange lock(state);
             const RegionRecord& record = state.region_at(region);
             if (record.name == "runtime" || record.name == "counters")
                 throw Failure(FailureKind::state,

@@ -75,6 +75,18 @@ struct ChunkArrays {
     std::span<const std::uint64_t> bytes;
 };
 
+// Chunks to one peer over one lane that have been checked, to be submitted as often as one likes.
+struct PreparedChunks {
+    std::uint32_t rank = 0;
+    std::uint32_t lane = 0;
+    std::vector<ChunkSpec> specs;
+    std::uint64_t tables_version = 0;  // when they were checked
+};
+
+// What a submission does beside taking the work: a turn; posting what may be posted; or nothing, so that it costs
+// bookkeeping only, and the thread posts it, or the caller's next turn.
+enum class Posting : std::uint8_t { with_a_turn = 0, alone, later };
+
 std::string_view status_name(Status status);
 
 struct Notification {
@@ -154,6 +166,9 @@ class Context {
                                   std::uint32_t lane = 0) const;  // [control] many of one size
     std::vector<ChunkSpec> chunks(std::uint32_t rank, OpKind kind, const ChunkArrays& arrays,
                                   std::uint32_t lane = 0) const;  // [control] of any regions and sizes
+    PreparedChunks prepare(std::uint32_t rank, OpKind kind, const ChunkArrays& arrays,
+                           std::uint32_t lane) const;  // [control] chunks(), to be kept
+    void renew(PreparedChunks& chunks) const;          // [control] checks them where tables have changed; throws so too
     ControlSpec signal(std::uint32_t rank, RemoteRegionId remote, std::uint64_t offset, std::uint64_t operand,
                        Scope scope = Scope::request, std::uint32_t lane = 0) const;  // [control]
     ControlSpec notification(std::uint32_t rank, std::span<const std::byte> payload, Scope scope = Scope::request,
@@ -162,9 +177,10 @@ class Context {
     Engine::Submitted submit_held(std::uint32_t rank, std::span<const ChunkSpec> chunks,
                                   std::span<const ControlSpec> controls,
                                   Level level);  // [token] would_block: nothing taken
-    // [control] would_block: still full at until_ns, nothing taken. `later`: the thread posts it, not this call
+    // [control] would_block: still full at until_ns, nothing taken.
     Engine::Submitted submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
-                             std::span<const ControlSpec> controls, Level level, TimeNs until_ns, bool later = false);
+                             std::span<const ControlSpec> controls, Level level, TimeNs until_ns,
+                             Posting posting = Posting::with_a_turn);
     [[noreturn]] void fail_full(std::uint32_t rank, std::int64_t timeout_ms);
     [[noreturn]] void fail_submit(std::uint32_t rank, Status status) const;
     Status status(Ticket request) const;      // [any] one acquire load; `stale` if the record is of another generation
@@ -182,11 +198,13 @@ class Context {
     Token& token();
     bool turn_held(TimeNs budget_ns);  // [token] one turn: poll, step, post; true if anything moved
     bool turn(TimeNs budget_ns);       // [any] the same if the token is free; false: busy elsewhere or nothing moved
-    void enter_help();                 // [any] a caller begins to drive progress: the progress thread parks …
+    Status turn_for(Ticket request, TimeNs budget_ns);  // [any] the same until that has ended; its status
+    void enter_help();  // [any] a caller begins to drive progress: the progress thread parks …
     // [any] … and takes over: at once where the caller is about to sleep on the doorbell (enter again after it), and
     // soon after its last turn where it only goes home.
     enum class Leaving : std::uint8_t { to_sleep = 0, done };
     void leave_help(Leaving why = Leaving::to_sleep);
+    void step_aside();              // [any] a caller that has polled is about to sleep elsewhere: the thread takes over
     bool may_spin() const;          // [any] at least as many cores in our cpuset as ranks on this host
     Doorbell doorbell() const;      // [any] mine: seen(), then flags, then wait()
     void ring(std::uint32_t rank);  // [any] the doorbell of a mapped rank (mine included); nothing where not mapped

@@ -169,7 +169,7 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes, std
                           (place ? "place " + std::to_string(*place) : std::string("no place")) +
                           ": an independent endpoint is told its number there, below the peer's size, " +
                           std::to_string(blob.size) + "; ranks of a job have one");
-    const std::unique_lock lock(state.tables);
+    const TablesChange lock(state);
     PeerRecord& peer = state.peers[rank];
     const bool again = peer.added.load(std::memory_order_acquire);
     if (again && peer.blob.instance != blob.instance)
@@ -228,7 +228,7 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes, std
 RemoteRegionId Context::announce_region(std::uint32_t rank, const BlobRegion& region) {
     check_usable();
     ContextState& state = *state_;
-    const std::unique_lock lock(state.tables);
+    const TablesChange lock(state);
     state.peer_at(rank);
     PeerRecord& peer = state.peers[rank];
     if (region.name.empty() || region.name == "runtime" || region.bytes == 0 || region.key.empty())
@@ -321,7 +321,7 @@ void Context::remove_peer(std::uint32_t rank) {
     std::optional<Removal> removal;
     while (true) {
         {
-            const std::unique_lock lock(state.tables);
+            const TablesChange lock(state);
             state.peer_at(rank);
             const ControlGuard guard(state);
             const TimeNs now = now_ns();

@@ -99,6 +99,26 @@ std::vector<ChunkSpec> Context::chunks(std::uint32_t rank, OpKind kind, RegionId
     return specs;
 }
 
+PreparedChunks Context::prepare(std::uint32_t rank, OpKind kind, const ChunkArrays& arrays, std::uint32_t lane) const {
+    PreparedChunks prepared{rank, lane, {}, state_->tables_version.load(std::memory_order_acquire)};
+    prepared.specs = chunks(rank, kind, arrays, lane);
+    return prepared;
+}
+
+void Context::renew(PreparedChunks& prepared) const {
+    if (prepared.tables_version == state_->tables_version.load(std::memory_order_acquire)) return;
+    const std::shared_lock lock(state_->tables);
+    const PeerRecord& peer = state_->peer_at(prepared.rank);
+    for (ChunkSpec& spec : prepared.specs) {
+        const RegionRecord& source = state_->region_at(spec.local);
+        const RemoteRegion& target = state_->remote_at(prepared.rank, spec.remote);
+        check_range(prepared.rank, "local", source.name, spec.local_offset, spec.bytes, source.bytes);
+        check_range(prepared.rank, "remote", target.name, spec.remote_offset, spec.bytes, target.bytes);
+        spec.queue_pair = peer.lanes[prepared.lane];
+    }
+    prepared.tables_version = state_->tables_version.load(std::memory_order_relaxed);
+}
+
 std::vector<ChunkSpec> Context::chunks(std::uint32_t rank, OpKind kind, const ChunkArrays& arrays,
                                        std::uint32_t lane) const {
     const std::size_t count = arrays.bytes.size();
@@ -186,7 +206,8 @@ Engine::Submitted Context::submit_held(std::uint32_t rank, std::span<const Chunk
 }
 
 Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
-                                  std::span<const ControlSpec> controls, Level level, TimeNs until_ns, bool later) {
+                                  std::span<const ControlSpec> controls, Level level, TimeNs until_ns,
+                                  Posting posting) {
     ContextState& state = *state_;
     if (state.liveness->has_left(rank)) return {Status::peer_dead, {}};
     while (true) {
@@ -196,17 +217,21 @@ Engine::Submitted Context::submit(std::uint32_t rank, std::span<const ChunkSpec>
             const Inside inside(state);
             const TokenGuard guard(*this, until_ns);
             if (guard) {
-                const Engine::Submitted submitted = state.submit_user(rank, chunks, controls, level, now_ns());
-                // One round posts it; whatever else is to do is for waits and the thread.
+                const TimeNs now = now_ns();
+                const Engine::Submitted submitted = state.submit_user(rank, chunks, controls, level, now);
+                const bool taken = submitted.status != Status::would_block;
                 const bool held_before = state.bulk_held;
-                if (later && submitted.status != Status::would_block && state.thread.running()) {
-                    state.thread.kick();
+                if (taken && posting == Posting::later && state.thread.running()) {
+                    state.thread.rouse();
                     return submitted;
                 }
-                moved = state.turn(submitted.status == Status::would_block ? caller_turn_ns : 0);
-                if (submitted.status != Status::would_block) {
+                // One round posts it; whatever else is to do is for waits and the thread.
+                if (taken && posting == Posting::alone) state.post_now(now);
+                if (!taken || posting != Posting::alone || state.starved || state.capabilities.ends_at_post)
+                    moved = state.turn(taken ? 0 : caller_turn_ns);
+                if (taken) {
                     // Neither need end with an event: the thread has to look again by itself.
-                    if (state.starved || (state.bulk_held && !held_before)) state.thread.kick();
+                    if (state.starved || (state.bulk_held && !held_before)) state.thread.rouse();
                     return submitted;
                 }
             }

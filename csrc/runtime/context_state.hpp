@@ -121,11 +121,12 @@ struct ContextState {
     SharedBlock shared;
     std::unique_ptr<Liveness> liveness;
 
-    mutable std::shared_mutex tables;  // regions, remotes, peers' tables
-    std::deque<RemoteRegion> remotes;  // by RemoteRegionId
-    std::vector<PeerRecord> peers;     // by rank
-    std::uint32_t cores = 1;           // of our cpuset
-    std::uint32_t ranks_on_host = 1;   // ours included
+    mutable std::shared_mutex tables;              // regions, remotes, peers' tables
+    std::deque<RemoteRegion> remotes;              // by RemoteRegionId
+    std::atomic<std::uint64_t> tables_version{1};  // grows with each change of what requests are checked against
+    std::vector<PeerRecord> peers;                 // by rank
+    std::uint32_t cores = 1;                       // of our cpuset
+    std::uint32_t ranks_on_host = 1;               // ours included
     std::atomic<bool> spin_allowed{false};
     std::atomic<bool> thread_has_core{false};  // beside every caller
 
@@ -175,7 +176,8 @@ struct ContextState {
     ProgressThread thread;  // last: it ends first
 
     // ---- under the token (context_progress.cpp)
-    bool turn(TimeNs budget_ns);
+    bool turn(TimeNs budget_ns, Ticket until = {});  // ends early where `until` has ended
+    void post_now(TimeNs now);                       // what may be posted, without a look at what has arrived
     Engine::Submitted submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
                              std::span<const ControlSpec> controls, Level level, TimeNs now);
     Engine::Submitted submit_user(std::uint32_t rank, std::span<const ChunkSpec> chunks,
@@ -210,6 +212,7 @@ struct ContextState {
     bool is_bulk(std::uint32_t rank, QueuePairId queue_pair) const;
 
     // ---- any thread
+    bool caller_turn(TimeNs budget_ns, Ticket until);  // false: the token is not free, or nothing moved
     void note_peer_error(std::uint32_t rank, Status status, std::int32_t code, const char* doing, TimeNs now);
     void ring_own_if_waiting();
     void wake_all();  // whoever waits here looks again
@@ -221,6 +224,19 @@ struct ContextState {
     const PeerRecord& peer_at(std::uint32_t rank) const;
     const RemoteRegion& remote_at(std::uint32_t rank, RemoteRegionId remote) const;
     void check_rank(std::uint32_t rank, const char* what) const;
+};
+
+// Holds the tables for a change, after which whoever keeps checked chunks checks them again.
+class TablesChange {
+  public:
+    explicit TablesChange(ContextState& state) : state_(state), lock_(state.tables) {}
+    ~TablesChange() { state_.tables_version.fetch_add(1, std::memory_order_release); }
+    TablesChange(const TablesChange&) = delete;
+    TablesChange& operator=(const TablesChange&) = delete;
+
+  private:
+    ContextState& state_;
+    std::unique_lock<std::shared_mutex> lock_;
 };
 
 // Takes the token for a control call. Throws Failure(deadline) where somebody holds it for longer than the timeout.

@@ -32,13 +32,23 @@ bool Context::turn_held(TimeNs budget_ns) {
 }
 
 bool Context::turn(TimeNs budget_ns) {
-    if (state_->fork_mark.forked()) return false;  // its sockets are the parent's
-    if (!state_->token.try_take()) return false;
-    const TokenReturn back(state_->token);
-    const bool moved = state_->turn(budget_ns);
+    return state_->caller_turn(budget_ns, {});
+}
+
+Status Context::turn_for(Ticket request, TimeNs budget_ns) {
+    if (const Status now_is = status(request); now_is != Status::pending) return now_is;
+    if (state_->fork_mark.forked()) check_usable();  // it would never end here
+    state_->caller_turn(budget_ns, request);
+    return status(request);
+}
+
+bool ContextState::caller_turn(TimeNs budget_ns, Ticket until) {
+    if (fork_mark.forked()) return false;  // its sockets are the parent's
+    if (!token.try_take()) return false;
+    const TokenReturn back(token);
+    const bool moved = turn(budget_ns, until);
     // Who stays says when it leaves.
-    if (state_->helpers.load(std::memory_order_relaxed) == 0)
-        state_->last_help_ns.store(now_ns(), std::memory_order_relaxed);
+    if (helpers.load(std::memory_order_relaxed) == 0) last_help_ns.store(now_ns(), std::memory_order_relaxed);
     return moved;
 }
 
@@ -53,6 +63,12 @@ void Context::leave_help(Leaving why) {
     state_->last_help_ns.store(quietly ? now_ns() : 0, std::memory_order_relaxed);
     state_->helpers.fetch_sub(1, std::memory_order_seq_cst);
     if (!quietly) state_->thread.unpark();
+}
+
+void Context::step_aside() {
+    if (state_->fork_mark.forked()) return;
+    state_->last_help_ns.store(0, std::memory_order_relaxed);
+    state_->thread.unpark();
 }
 
 bool Context::may_spin() const {
@@ -73,8 +89,7 @@ bool Context::doorbell_slice(std::uint32_t seen, TimeNs until_ns) {
     if (closed()) check_usable();
     if (doorbell().seen() != seen) return true;
     turn(caller_turn_ns);
-    state_->last_help_ns.store(0, std::memory_order_relaxed);
-    state_->thread.unpark();
+    step_aside();
     const TimeNs now = now_ns();
     if (now >= until_ns) return doorbell().seen() != seen;
     const TimeNs most = state_->thread.running() ? slice_ns : no_thread_sleep_ns;

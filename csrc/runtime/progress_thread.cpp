@@ -129,12 +129,14 @@ void ProgressThread::park(ContextState& state) {
     const bool told = inside && !state.spin_allowed;
     if (told)
         nap(park_told_ns);
-    else if (inside || caller_active(state) || state.token.held())
-        nap(inside ? park_ns_ : caller_stays_ns);
+    else if (caller_active(state))
+        nap(park_ns_);
+    else if (state.token.held())
+        nap(caller_stays_ns);
     parked_.store(false, std::memory_order_seq_cst);
     if (!caller_active(state))
         park_ns_ = caller_stays_ns;  // slept past its going
-    else if (inside && !state.thread_has_core)
+    else if (!state.thread_has_core)
         park_ns_ = std::min(2 * park_ns_, park_most_ns);
 }
 

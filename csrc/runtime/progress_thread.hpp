@@ -24,7 +24,10 @@ class ProgressThread {
     void stop();                      // joins; idempotent
     bool running() const { return running_.load(std::memory_order_acquire); }
 
-    void kick() const;     // wakes it, wherever it sleeps
+    void kick() const;    // wakes it, wherever it sleeps
+    void rouse() const {  // wakes it where it sleeps; parked it soon looks by itself
+        if (!parked_.load(std::memory_order_seq_cst)) kick();
+    }
     void unpark() const {  // wakes it only if it has parked in favour of a caller
         if (parked_.load(std::memory_order_seq_cst)) kick();
     }

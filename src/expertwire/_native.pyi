@@ -47,6 +47,17 @@ class Request:
     def rank(self) -> int:
         """The peer."""
 
+class PreparedRequest:
+    """
+    A request whose chunks have been checked, to be submitted as often as one likes.
+    """
+
+    def submit(self, notification: bytes | None, timeout_ms: int, later: bool) -> Request:
+        """
+        Once more. notification: bytes or None, sent once all of it is there. later: nothing is posted by this call.
+        Chunks are checked again where regions or peers have changed. Otherwise as Context.submit().
+        """
+
 def status_name(status: int) -> str:
     """The word for a status number."""
 
@@ -175,11 +186,10 @@ class Context:
         `local` at offsets[i] and remote region `remote` at remote_offsets[i] (uint64, one dimension). Otherwise as submit().
         """
 
-    def submit_arrays(self, rank: int, kind: str, locals: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], remotes: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote_offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], notification: bytes | None, lane: int, timeout_ms: int, later: bool = False) -> Request:
+    def prepare_arrays(self, rank: int, kind: str, locals: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], remotes: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote_offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lane: int) -> PreparedRequest:
         """
-        One logical request of many chunks, from arrays of one length: chunk i is bytes[i] bytes (uint64) between offsets[i]
-        (uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region remotes[i]. later: the progress
-        thread posts them, not this call. Otherwise as submit().
+        A request of many chunks, from arrays of one length, to be submitted later and often: chunk i is bytes[i] bytes (uint64)
+        between offsets[i] (uint64) of local region locals[i] (uint32) and remote_offsets[i] of remote region remotes[i].
         """
 
     def quiet(self, timeout_ms: int) -> None:
@@ -201,6 +211,11 @@ class Context:
 
     def turn(self) -> bool:
         """One turn of at most 20 us if the token is free."""
+
+    def step_aside(self) -> None:
+        """
+        A caller that has taken turns is about to sleep elsewhere: the progress thread takes over at once.
+        """
 
     def ring(self, rank: int) -> None:
         """Ring a mapped rank's doorbell after storing into its memory."""

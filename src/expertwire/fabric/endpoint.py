@@ -14,7 +14,7 @@ from expertwire.fabric.discover import choose_binding, choose_provider, library_
 from expertwire.fabric.lanes import BULK_CHUNK_BYTES, BULK_HOLD_US, BULK_WINDOW, lane_for
 from expertwire.fabric.native import Context
 from expertwire.fabric.region import Region
-from expertwire.fabric.request import Chunk, Request, Scope, Signal, Watcher
+from expertwire.fabric.request import Chunk, PreparedRequest, Request, Scope, Signal, Watcher
 from expertwire.fabric.stats import Statistics
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Endpoint:
         return self.native.blob(own_only)
 
     def announce(self, rank: int, name: str, nbytes: int, key: bytes) -> int:
-        """The peer's region `name` has that size and key; the number under which `submit_arrays()` knows it. Anew where it changed.
+        """The peer's region `name` has that size and key; the number under which `prepare_arrays()` knows it. Anew where it changed.
 
         Raises `InvalidArgumentError` (malformed), `StateError` (no such peer), `TransferError` (it cannot be reached, and why).
         """
@@ -291,7 +291,7 @@ class Endpoint:
         native = self.native.submit_batch(peer, "write", region.number, target, nbytes, offsets, remote_offsets, lane, limit)
         return Request(self, native, "write")
 
-    def submit_arrays(
+    def prepare_arrays(
         self,
         kind: str,
         peer: int,
@@ -300,21 +300,17 @@ class Endpoint:
         remotes: numpy.ndarray[Any, Any],
         remote_offsets: numpy.ndarray[Any, Any],
         lengths: numpy.ndarray[Any, Any],
-        notification: bytes | None = None,
         *,
         lane: int = 0,
-        later: bool = False,
-        timeout_ms: int | None = None,
-    ) -> Request:
-        """One request of N chunks of any regions and sizes, which crosses into the core at once.
+    ) -> PreparedRequest:
+        """A request of N chunks of any regions and sizes, which crosses into the core at once, to be submitted as often as one likes.
 
         Chunk i is `lengths[i]` bytes between `offsets[i]` of region number `locals_[i]` and `remote_offsets[i]` of the peer's region
-        `remotes[i]` (a number that `announce()` gave). uint32 [N] the regions, uint64 [N] the rest. `later`: the progress thread posts it,
-        so that the call costs bookkeeping only. Waits and raises as `submit()`; `InvalidArgumentError` where a range is not in its region.
+        `remotes[i]` (a number that `announce()` gave). uint32 [N] the regions, uint64 [N] the rest. `InvalidArgumentError` where a range is
+        not in its region.
         """
-        limit = self.timeout_ms if timeout_ms is None else timeout_ms
-        native = self.native.submit_arrays(peer, kind, locals_, offsets, remotes, remote_offsets, lengths, notification, lane, limit, later)
-        return Request(self, native, kind)
+        native = self.native.prepare_arrays(peer, kind, locals_, offsets, remotes, remote_offsets, lengths, lane)
+        return PreparedRequest(self, native, kind)
 
     # ---- waits
 

@@ -14,6 +14,7 @@ from expertwire.fabric.region import Region
 
 if TYPE_CHECKING:
     from expertwire.fabric.endpoint import Endpoint
+    from expertwire.fabric.native import PreparedRequest as NativePrepared
     from expertwire.fabric.native import Request as NativeRequest
 
 _OK = 0
@@ -166,6 +167,23 @@ class Request:
         raise TransferError(message)
 
 
+class PreparedRequest:
+    """Chunks to one peer that have been checked: `Endpoint.prepare_arrays()`. Dropping it ends nothing that was submitted."""
+
+    def __init__(self, endpoint: Endpoint, native: NativePrepared, what: str) -> None:
+        self._endpoint = endpoint
+        self._native = native
+        self._what = what
+
+    def submit(self, notification: bytes | None = None, *, later: bool = False, timeout_ms: int | None = None) -> Request:
+        """Once more; `notification` follows once all of it is there. `later`: this call costs bookkeeping only, nothing is posted by it.
+
+        Waits and raises as `Endpoint.submit()`; `InvalidArgumentError` where a region has been closed since.
+        """
+        limit = self._endpoint.timeout_ms if timeout_ms is None else timeout_ms
+        return Request(self._endpoint, self._native.submit(notification, limit, later), self._what)
+
+
 class Watcher:
     """Wakes the awaiting tasks of one event loop: an eventfd of the core in the loop's selector, only while somebody awaits."""
 
@@ -180,6 +198,7 @@ class Watcher:
         future: asyncio.Future[None] = self._loop.create_future()
         self._open()
         self._waiting[future] = request
+        self._endpoint.native.step_aside()
         timeout_s = self._endpoint.timeout_ms / 1000
         deadline = self._loop.time() + timeout_s
         try:

@@ -27,6 +27,7 @@ from expertwire.transfer.states import TransferEvent, TransferState, advance
 
 if TYPE_CHECKING:
     from expertwire.fabric import Endpoint, Region, Request
+    from expertwire.fabric.request import PreparedRequest
     from expertwire.transfer.descriptors import Descriptors
     from expertwire.transfer.memory import Found
     from expertwire.transfer.peers import Peer
@@ -106,6 +107,7 @@ class Transfer:
         self._lane = lane_for(self.nbytes, endpoint.lanes, endpoint.lanes)
         self._state = TransferState.READY
         self._request: Request | None = None
+        self._prepared: PreparedRequest | None = None  # at the first post; the handle outlives the lists that it was made of
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -136,14 +138,13 @@ class Transfer:
         way), `NotFoundError` (the agent was removed, or memory deregistered), `PeerError`, `DeadlineError`, `TransferError`; then nothing
         was taken, and it may be posted again.
         """
-        self._require_own_process()
         begun = time.monotonic_ns()
         with self._lock:
             self._settle_locked()
             if self._state is TransferState.ACTIVE:
+                self._require_own_process()
                 raise ActiveError(f"the {self._what()} is still on its way; wait for its end before it is posted again")
             after = advance(self._state, TransferEvent.POST)
-            self._check_places()
             if notification:
                 self._check_notification(notification)
                 self.notification = notification
@@ -155,39 +156,48 @@ class Transfer:
             return self._state
 
     def _submit(self, timeout_ms: int | None) -> Request:
-        runs = self._runs
+        if self._peer.ended or self._peer.card is None:
+            self._check_places()
+        attached = NOTIFICATION + self.notification if self.notification else None
         try:
-            return self._endpoint.submit_arrays(
-                self.operation.lower(),
-                self._peer.number,
-                runs.locals_,
-                runs.local_offsets,
-                runs.remotes,
-                runs.remote_offsets,
-                runs.lengths,
-                NOTIFICATION + self.notification if self.notification else None,
-                lane=self._lane,
-                later=self._lane > 0,
-                timeout_ms=timeout_ms,
-            )
+            if self._prepared is None:
+                self._prepared = self._prepare()
+            return self._prepared.submit(attached, later=self._lane > 0, timeout_ms=timeout_ms)
+        except (InvalidArgumentError, StateError):
+            # Memory that was deregistered, or a forked child: said in words here. Seldom, so not looked for before every post.
+            self._require_own_process()
+            self._check_places()
+            raise
         except PeerError as error:
             raise PeerError(f"the {self._what()} was not begun: {error}", self._peer.number) from None
         except (CapacityError, DeadlineError, TransferError) as error:
             raise type(error)(f"the {self._what()}, in {self.run_count} pieces, was not begun: {error}") from None
+
+    def _prepare(self) -> PreparedRequest:
+        runs = self._runs
+        return self._endpoint.prepare_arrays(
+            self.operation.lower(),
+            self._peer.number,
+            runs.locals_,
+            runs.local_offsets,
+            runs.remotes,
+            runs.remote_offsets,
+            runs.lengths,
+            lane=self._lane,
+        )
 
     def check(self) -> TransferState:
         """Help for at most 20 µs, then how it stands: ACTIVE or DONE. Raises `NotPostedError` before a post, and its error once it failed.
 
         Where its peer has died it raises `PeerError` though something may still be in flight: `state()` says whether memory may be reused.
         """
-        request = self._posted()
-        if request is not None:
-            if (status := request.poll()) is not Status.PENDING:
-                self._settle(request, status)
-            if self._state is TransferState.ACTIVE and time.monotonic_ns() - self.posted_ns > _DEATH_LOOKED_FOR_NS:
-                why = self._death()
-                if why:
-                    raise PeerError(f"the {self._what()} still owns its memory, but the agent is dead: {why}", self._peer.number)
+        request = self._request
+        if request is None:
+            self._posted()
+        elif (status := request.poll()) is not Status.PENDING:
+            self._settle(request, status)
+        elif time.monotonic_ns() - self.posted_ns > _DEATH_LOOKED_FOR_NS and (why := self._death()):
+            raise PeerError(f"the {self._what()} still owns its memory, but the agent is dead: {why}", self._peer.number)
         return self._outcome()
 
     def wait(self, timeout_ms: int | None = None) -> None:
