@@ -81,7 +81,7 @@ def own(core: Core, method: bytes, path: bytes) -> tuple[int, bytes, bytes] | No
         ready = core.fleet.ready() and not core.stopping
         lines = b"content-type: application/json\r\n"
         body: dict[str, int] = {"ready": ready, "stopping": core.stopping}
-        body |= {side: sum(server.standing is not Standing.TRIPPED for server in core.fleet.servers(side)) for side in Side}
+        body |= {str(side): sum(server.standing is not Standing.TRIPPED for server in core.fleet.servers(side)) for side in Side}
         return (200, lines, orjson.dumps(body)) if ready else (503, lines + b"retry-after: 1\r\n", orjson.dumps(body))
     text = metrics.text(core.metrics.snapshot(core.gauges()))
     return 200, b"content-type: text/plain; version=0.0.4\r\n", text.encode()
