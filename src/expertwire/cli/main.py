@@ -76,6 +76,11 @@ COMMANDS = (
         "expertwire.cli.bench.transfer",
         "transfers of ours and of other engines, alike, between fresh pairs of processes, small ones beside bulk",
     ),
+    Command(
+        ("bench", "proxy"),
+        "expertwire.cli.bench.proxy",
+        "the serving proxy before mock servers, beside nginx and aiohttp: tokens and requests for a core's second",
+    ),
     Command(("soak", "fabric"), "expertwire.cli.soak.fabric", "random traffic with injected faults between processes, every byte checked"),
     Command(
         ("soak", "transfer"),

@@ -13,12 +13,13 @@ import argparse
 import contextlib
 import errno
 import json
+import math
 import re
 import resource
 import select
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class Load:
     requests: int = 0
     seconds: float = 0.0
     warmup_s: float = 0.0
+    ramp_s: float = 0.0  # over which the connections are begun, so that streams of one length do not begin and end together
     stream: bool = False
     tokens: int = 1  # of a stream: events that are to come before its [DONE]; 0: any number
     abort_after: int = -1  # leave after that many events, or at once (0); −1: never
@@ -65,7 +67,7 @@ class Outcome:
     tokens: int = 0
     seconds: float = 0.0
     busy: float = 0.0
-    watched_cpu_s: float = 0.0
+    watched_cpu_s: list[float] = field(default_factory=list)  # one for each of `watch`
     why: dict[str, int] = field(default_factory=dict)  # of failures
     ttft_ms: list[float] = field(default_factory=list)
     whole_ms: list[float] = field(default_factory=list)
@@ -97,13 +99,12 @@ class _Caller:
     asking: bool = False
 
 
-def cpu_s(pids: tuple[int, ...]) -> float:
-    """CPU time that these processes, all their threads, have had until now: the scheduler's own account (ns)."""
+def cpu_s(pid: int) -> float:
+    """CPU time that this process, all its threads, has had until now: the scheduler's own account (ns)."""
     total = 0
-    for pid in pids:
-        for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):
-                total += int(stat.read_text(encoding="ascii").split()[0])
+    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            total += int(stat.read_text(encoding="ascii").split()[0])
     return total / 1e9
 
 
@@ -126,26 +127,32 @@ class Generator:
         self._ended = 0
         self._out = Outcome()
         self._why: Counter[str] = Counter()
+        self._heads: dict[bytes, tuple[int, bool, int]] = {}  # that were read before
+        self._frame = (0, b"")  # of the chunk before: its bytes in all, and the line of its size
+        self._pending: deque[tuple[float, int]] = deque()  # (when, number) of connections to be begun
         self._measuring = False
+        self._start = 0.0
+        self._used: list[float] = []
 
     def run(self) -> Outcome:
         """Ask until everything is asked and answered, or the time is over."""
         load, begin = self._load, time.monotonic()
         for number in range(load.concurrency):
-            self._connect(number, load.ports[number % len(load.ports)])
-        start, used, watched = begin, 0.0, 0.0
+            self._pending.append((begin + load.ramp_s * number / load.concurrency, number))
         if not load.warmup_s:
-            self._measuring, used, watched = True, _own_cpu_s(), cpu_s(load.watch)
+            self._begin_measuring()
         slow_at = begin
         while True:
             now = time.monotonic()
             if not self._measuring and now >= begin + load.warmup_s:
-                self._out, self._why = Outcome(), Counter()
-                self._measuring, start, used, watched = True, time.monotonic(), _own_cpu_s(), cpu_s(load.watch)
-            timed_out = load.seconds and self._measuring and now >= start + load.seconds
+                self._begin_measuring()
+            timed_out = load.seconds and self._measuring and now >= self._start + load.seconds
             if timed_out or (load.requests and self._ended >= load.requests) or now - begin > load.deadline_s:
                 break
-            for descriptor, events in self._epoll.poll(0.01 if self._leaving or self._slow else 0.05, 1024):
+            while self._pending and self._pending[0][0] <= now:
+                number = self._pending.popleft()[1]
+                self._connect(number, load.ports[number % len(load.ports)])
+            for descriptor, events in self._epoll.poll(0.005 if self._leaving or self._slow or self._pending else 0.05, 1024):
                 caller = self._callers.get(descriptor)
                 if caller is not None:
                     self._ready(caller, events)
@@ -155,10 +162,18 @@ class Generator:
                 slow_at = time.monotonic() + SLOW_S
                 for caller in list(self._slow):
                     self._read(caller, SLOW_BYTES)
+        return self._over()
+
+    def _begin_measuring(self) -> None:
+        self._out, self._why, self._measuring, self._start = Outcome(), Counter(), True, time.monotonic()
+        self._used = [_own_cpu_s(), *(cpu_s(pid) for pid in self._load.watch)]
+
+    def _over(self) -> Outcome:
         out = self._out
-        out.seconds = time.monotonic() - start
-        out.busy = (_own_cpu_s() - used) / out.seconds
-        out.watched_cpu_s = cpu_s(load.watch) - watched
+        out.seconds = time.monotonic() - self._start
+        used = [_own_cpu_s(), *(cpu_s(pid) for pid in self._load.watch)]
+        own, *out.watched_cpu_s = (now - then for now, then in zip(used, self._used, strict=True))
+        out.busy = own / out.seconds
         out.unfinished = sum(caller.asking for caller in self._callers.values())
         out.why = dict(self._why)
         for caller in list(self._callers.values()):
@@ -279,20 +294,18 @@ class Generator:
             self._answered(caller)
 
     def _head(self, caller: _Caller, head: bytes) -> None:
-        first = _HEAD.match(head)
-        if first is None:
-            raise _Broken("no status line")
-        caller.status, caller.in_body = int(first[1]), True
-        caller.closes = _CLOSES.search(head) is not None
-        caller.chunked = _CHUNKED.search(head) is not None
-        length = _LENGTH.search(head)
-        if not caller.chunked and length is None:
-            raise _Broken("neither a length nor chunks")
-        caller.left = -1 if caller.chunked else int(length[1]) if length else 0
+        known = self._heads.get(head)
+        if known is None:
+            if len(self._heads) > 1000:
+                self._heads.clear()
+            known = self._heads[head] = _parse(head)
+        caller.status, caller.closes, caller.left = known
+        caller.chunked, caller.in_body = caller.left < 0, True
 
     def _length(self, caller: _Caller, data: bytes) -> bool:
         if not caller.first_at:
             caller.first_at = time.monotonic()
+            self._out.ttft_ms.append((caller.first_at - caller.asked_at) * 1e3)
         caller.left -= len(data)
         if caller.left < 0:
             raise _Broken("bytes behind the answer")
@@ -300,6 +313,10 @@ class Generator:
 
     def _chunks(self, caller: _Caller, data: bytes) -> bool:
         """Events out of whole and half chunks; True behind the last."""
+        frame = self._frame
+        if caller.left < 0 and len(data) == frame[0] and data.startswith(frame[1]):  # one whole chunk, of a size that came before
+            self._events(caller, data[len(frame[1]) : -2])
+            return False
         at, size_of_data = 0, len(data)
         while at < size_of_data:
             if caller.left < 0:
@@ -315,6 +332,7 @@ class Generator:
                         break
                     return True
                 caller.left = size + 2  # with its CRLF
+                self._frame = (end + 2 - at + caller.left, data[at : end + 2])
                 at = end + 2
             piece = data[at : at + caller.left]
             at += len(piece)
@@ -338,6 +356,7 @@ class Generator:
             now = time.monotonic()
             if not caller.first_at:
                 caller.first_at = now
+                self._out.ttft_ms.append((now - caller.asked_at) * 1e3)
             caller.events += found
             self._out.tokens += found - (caller.tail == DONE)
             if caller.number % LAG_EVERY == 0 and (mark := text.rfind(NOW_KEY)) >= 0:
@@ -363,7 +382,6 @@ class Generator:
         else:
             self._out.tokens += 1
         self._out.done += 1
-        self._out.ttft_ms.append((caller.first_at - caller.asked_at) * 1e3)
         self._out.whole_ms.append((now - caller.asked_at) * 1e3)
         caller.in_body = False
         if caller.closes:
@@ -378,18 +396,43 @@ class Generator:
         self._ask(caller)
 
 
+def _parse(head: bytes) -> tuple[int, bool, int]:
+    """Status, whether the connection ends with the answer, and its length (−1: chunked)."""
+    first = _HEAD.match(head)
+    if first is None:
+        raise _Broken("no status line")
+    chunked, length = _CHUNKED.search(head) is not None, _LENGTH.search(head)
+    if not chunked and length is None:
+        raise _Broken("neither a length nor chunks")
+    return int(first[1]), _CLOSES.search(head) is not None, -1 if chunked or length is None else int(length[1])
+
+
 def _own_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
+def percentile(values: list[float], percent: float) -> float:
+    """The nearest rank; 0 of nothing."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)] if values else 0.0
+
+
+def summary(outcome: Outcome) -> dict[str, object]:
+    """The outcome with percentiles in place of every time."""
+    found = asdict(outcome)
+    for name in ("ttft", "whole", "lag"):
+        values = found.pop(f"{name}_ms")
+        found |= {f"{name}_p{percent}_ms": percentile(values, percent) for percent in (50, 99)}
+    return found
+
+
 def main() -> None:
-    """A process of its own; the outcome as JSON on stdout."""
+    """A process of its own; the summary of the outcome as JSON on stdout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, action="append", required=True, help="again for each server; connections take them in turn")
     for name in ("concurrency", "requests", "tokens", "abort-after", "slow"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Load, name.replace("-", "_")))
-    for name in ("seconds", "warmup-s", "abort-s", "deadline-s"):
+    for name in ("seconds", "warmup-s", "ramp-s", "abort-s", "deadline-s"):
         parser.add_argument(f"--{name}", type=float, default=getattr(Load, name.replace("-", "_")))
     for name in ("path", "model", "prompt"):
         parser.add_argument(f"--{name}", default=getattr(Load, name))
@@ -397,7 +440,7 @@ def main() -> None:
     parser.add_argument("--watch", type=int, action="append", default=[])
     args = vars(parser.parse_args())
     ports, watch = tuple(args.pop("port")), tuple(args.pop("watch"))
-    print(json.dumps(asdict(Generator(Load(ports=ports, watch=watch, **args)).run())))
+    print(json.dumps(summary(Generator(Load(ports=ports, watch=watch, **args)).run())))
 
 
 if __name__ == "__main__":
