@@ -99,10 +99,13 @@ class Client:
                 await asyncio.sleep(0)
         await self.writer.drain()
 
-    async def reply(self, *, head_only: bool = False, until_events: int | None = None, deadline_s: float = DEADLINE_S) -> Reply:
-        """The next one; of a stream, no more than `until_events`. Raises `TimeoutError`; what breaks an answer off is in the reply."""
-        found = Reply()
-        self._decoder.bodiless.append(head_only)
+    async def reply(
+        self, more_of: Reply | None = None, *, head_only: bool = False, until_events: int | None = None, deadline_s: float = DEADLINE_S
+    ) -> Reply:
+        """The next one, or the rest of one; of a stream no more than `until_events`. Raises `TimeoutError`; a break is told in it."""
+        found = more_of or Reply()
+        if more_of is None:
+            self._decoder.bodiless.append(head_only)
         async with asyncio.timeout(deadline_s):
             while not found.whole and not found.fault:
                 if until_events is not None and len(found.data) >= until_events:

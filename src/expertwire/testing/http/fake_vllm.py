@@ -148,6 +148,9 @@ class FakeServer:
             seen.outcome = "cut" if exchange.was_cut else "refused" if exchange.status >= 400 else "answered"
         except asyncio.CancelledError:
             seen.outcome = "cut" if exchange.was_cut else "aborted" if self.alive else "killed"
+            if story.params is None and head.method == "POST":  # it was waiting, as a request does that is not scheduled yet
+                with contextlib.suppress(ValueError, AttributeError):
+                    story.params = json.loads(body).get("kv_transfer_params")
             self._abandon(story)
             raise
         finally:
