@@ -340,6 +340,47 @@ nb::dict counters_of(ProviderProbe& probe) {
     return row;
 }
 
+// Endpoints that are replaced by hand, so that a test says who polls when.
+void bind_replacement(nb::class_<ProviderProbe>& type) {
+    using P = ProviderProbe;
+    type.def(
+            "open_replacement",
+            [](P& probe, std::uint32_t old) {
+                EndpointId fresh;
+                check(probe.provider().open_replacement(EndpointId{old}, fresh));
+                return fresh.value;
+            },
+            nb::arg("old"), "Opens endpoints in place of those from `old` on; returns the first one's number.")
+        .def(
+            "announce_replacement",
+            [](P& probe, std::uint32_t peer) {
+                const std::array<PeerId, 1> told{PeerId{peer}};
+                probe.provider().announce_replacement(told);
+            },
+            nb::arg("peer"))
+        .def(
+            "unmoved_peers",
+            [](P& probe) {
+                nb::list found;
+                for (const UnmovedPeer& each : probe.provider().unmoved_peers())
+                    found.append(nb::make_tuple(each.peer.value, each.told));
+                return found;
+            },
+            "[(peer, it was told)] of who still uses the old endpoints, or has them used for it.")
+        .def(
+            "forgo_peer", [](P& probe, std::uint32_t peer) { probe.provider().forgo_peer(PeerId{peer}); },
+            nb::arg("peer"))
+        .def(
+            "close_endpoints",
+            [](P& probe, std::uint32_t old) {
+                const ControlResult result = probe.provider().close_endpoints(EndpointId{old});
+                if (result.status == Status::would_block) return false;
+                check(result);
+                return true;
+            },
+            nb::arg("old"), "False: peers still use them.");
+}
+
 }  // namespace
 
 void bind_probe(nb::module_& module) {
@@ -349,9 +390,9 @@ void bind_probe(nb::module_& module) {
         .def_ro("completed", &Window::completed)
         .def_ro("again", &Window::again)
         .def_ro("status", &Window::status);
-    nb::class_<P>(module, "ProviderProbe",
-                  "One provider with nothing above it, for its tests and for raw figures. Single-threaded.")
-        .def(nb::init<const std::string&, const nb::dict&>(), nb::arg("kind"), nb::arg("options"))
+    nb::class_<P> type(module, "ProviderProbe",
+                       "One provider with nothing above it, for its tests and for raw figures. Single-threaded.");
+    type.def(nb::init<const std::string&, const nb::dict&>(), nb::arg("kind"), nb::arg("options"))
         .def("capabilities", [](P& probe) { return to_dict(probe.provider().capabilities()); })
         .def("counters", &counters_of)
         .def("create_region", &P::create_region, nb::arg("id"), nb::arg("bytes"), nb::arg("remote_write") = true,
@@ -398,6 +439,7 @@ void bind_probe(nb::module_& module) {
              nb::arg("timeout_ms") = 10'000, nb::arg("signal") = false, nb::arg("signal_remote") = 0,
              nb::arg("signal_offset") = 0)
         .def("close", &P::close, "Closes the provider; returns the seconds that it took.");
+    bind_replacement(type);
 }
 
 }  // namespace expertwire::bind

@@ -109,7 +109,7 @@ void LibfabricProvider::send_counted() {
         std::memcpy(buffer, &header, sizeof(header));
         std::memcpy(buffer + sizeof(header), out->bytes.data(), out->bytes.size());
         const ssize_t outcome = send_word(current_, *peer, {buffer, sizeof(header) + out->bytes.size()}, bounce);
-        if (outcome == -FI_EAGAIN) {
+        if (passes(outcome)) {
             counted_->postpone();
             return;
         }

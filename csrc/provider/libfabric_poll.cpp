@@ -308,7 +308,7 @@ void LibfabricProvider::send_notices() {
         const ssize_t outcome =
             fi_send(objects_->endpoints[current_].get(), &notice.message, sizeof(notice.message),
                     descriptor(objects_->notice_registration), address_of(*notice.peer, 0), &notice.fi);
-        if (outcome == -FI_EAGAIN) {  // behind the others: one unreachable peer must not hold them up
+        if (passes(outcome)) {  // behind the others: one unreachable peer must not hold them up
             unsent_notices_.push_back(unsent_notices_.front());
             unsent_notices_.pop_front();
             return;
@@ -354,7 +354,7 @@ void LibfabricProvider::send_answers() {
             fi_send(objects_->endpoints[answer.endpoint].get(), &answer.message, sizeof(answer.message),
                     descriptor(objects_->sets[answer.set].answer_registration),
                     address_of(*answer.peer, answer.endpoint), &answer.fi);
-        if (outcome == -FI_EAGAIN) {  // behind the others: one unreachable peer must not hold them up
+        if (passes(outcome)) {  // behind the others: one unreachable peer must not hold them up
             answer.message.sender = answer.peer->instance;
             unsent_answers_.push_back(&answer);
             unsent_answers_.pop_front();

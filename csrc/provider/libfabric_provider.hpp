@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <array>
+#include <cerrno>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -19,6 +20,13 @@
 namespace expertwire::fabric {
 
 inline constexpr std::uint32_t kNotices = 32;  // revocations on their way at one time
+
+// What a send says that may leave later: no room, or short of memory or descriptors (a connection takes one). Else the
+// peer cannot be reached, and who removes it ends the waits for it.
+inline bool passes(ssize_t outcome) {
+    return outcome == -FI_EAGAIN || outcome == -FI_ENOMEM || outcome == -FI_ENOBUFS || outcome == -FI_EMFILE ||
+           outcome == -ENFILE;
+}
 
 struct LocalRegion;
 
@@ -40,6 +48,8 @@ struct Peer {
     std::vector<std::uint32_t> answer_over;  // … those that have still to leave
     std::vector<fi_addr_t> next;             // while it moves: its new endpoints
     std::vector<fi_addr_t> before;           // those before the last move; freed late, their connections may hold bytes
+    std::vector<std::byte> later;            // names of move next_number, all of whose last words came while it moves
+    bool moves() const { return move == Move::draining || move == Move::answering; }
 };
 
 // What libfabric gets as the context of an operation. It owns `fi` from the post until the completion.
@@ -229,6 +239,7 @@ class LibfabricProvider final : public Provider {
                       std::uint32_t bounce = OperationContext::kNone);
     void tell_unmoved();
     void peer_moved(const MessageHeader& message, std::span<const std::byte> bytes);
+    bool begin_move(Peer& peer, std::span<const std::byte> names);
     void peer_greets(Peer& peer, const MessageHeader& message, std::span<const std::byte> names);
     bool insert_names(Peer& peer, std::span<const std::byte> bytes);
     void answer_greeting(const Peer& peer);

@@ -185,7 +185,7 @@ void LibfabricProvider::greet() {
     for (Ungreeted& each : ungreeted_) {
         if (each.sent || free_notices_.empty()) continue;
         Peer& peer = *peers_[by_instance_.at(each.instance).value];
-        if (peer.move == Peer::Move::draining || peer.move == Peer::Move::answering) continue;
+        if (peer.moves()) continue;
         // It is told by the last words on the old paths, and must not go over before they have come.
         const bool told = std::any_of(unmoved_.begin(), unmoved_.end(),
                                       [&](const Unmoved& unmoved) { return unmoved.instance == each.instance; });
@@ -280,18 +280,34 @@ std::vector<std::span<const std::byte>> split_names(std::span<const std::byte> b
 
 void LibfabricProvider::peer_moved(const MessageHeader& message, std::span<const std::byte> bytes) {
     Peer& peer = *peers_[by_instance_.at(message.sender).value];
-    if (peer.move == Peer::Move::draining || peer.move == Peer::Move::answering) {
-        if (message.kind == MessageKind::moved) ++counters_.dropped_messages;  // a greeting is said again
+    if (message.kind == MessageKind::greeting) {
+        if (!peer.moves()) peer_greets(peer, message, bytes);  // else it is said again
         return;
     }
-    if (message.kind == MessageKind::greeting) return peer_greets(peer, message, bytes);
     // Its address was made when it was there already: nothing of ours ever went to where it was before.
-    if (message.operand <= peer.move_number) return answer_greeting(peer);
-    if (std::exchange(peer.next_number, message.operand) != message.operand) peer.last_words = 0;
+    if (message.operand <= peer.move_number) {
+        if (!peer.moves()) return answer_greeting(peer);
+        ++counters_.dropped_messages;
+        return;
+    }
+    if (std::exchange(peer.next_number, message.operand) != message.operand) {
+        peer.last_words = 0;
+        peer.later.clear();
+    }
     if (++peer.last_words < message.registration) return;
-    if (!insert_names(peer, bytes)) return;
+    // It may have read our answers to its last move before we know that they have left, and move again at once. This is
+    // said once only.
+    if (peer.moves()) {
+        peer.later.assign(bytes.begin(), bytes.end());
+    } else if (begin_move(peer, bytes)) {
+        moving_.push_back(peer.instance);
+    }
+}
+
+bool LibfabricProvider::begin_move(Peer& peer, std::span<const std::byte> names) {
+    if (!insert_names(peer, names)) return false;
     peer.move = Peer::Move::draining;
-    moving_.push_back(peer.instance);
+    return true;
 }
 
 // It has added us, and what is sent to it goes there. It was removed here and is added again where its number is new
@@ -301,6 +317,7 @@ void LibfabricProvider::peer_greets(Peer& peer, const MessageHeader& message, st
         if (peer.move == Peer::Move::settled && (peer.in_flight != 0 || !all_answered(peer)))
             return;  // it says so again
         peer.next_number = message.operand;
+        peer.later.clear();
         if (!insert_names(peer, names)) return;
         settle_move(peer);
         for (Ungreeted& each : ungreeted_)
@@ -351,10 +368,13 @@ void LibfabricProvider::move_answered(const MessageHeader& message) {
 
 void LibfabricProvider::advance_moves() {
     std::erase_if(moving_, [&](std::uint64_t instance) {
-        const auto peer = by_instance_.find(instance);
-        if (peer == by_instance_.end()) return true;  // removed meanwhile
-        advance_move(*peers_[peer->second.value]);
-        return peers_[peer->second.value]->move == Peer::Move::settled;
+        const auto found = by_instance_.find(instance);
+        if (found == by_instance_.end()) return true;  // removed meanwhile
+        Peer& peer = *peers_[found->second.value];
+        if (peer.moves()) advance_move(peer);  // it does not where it was forgone, or removed and added again
+        if (peer.moves()) return false;
+        const std::vector<std::byte> later = std::exchange(peer.later, {});
+        return later.empty() || !begin_move(peer, later);
     });
 }
 
@@ -386,7 +406,7 @@ void LibfabricProvider::advance_move(Peer& peer) {
         answer.operand = peer.move_number;
         answer.registration = peer.answers;
         const ssize_t outcome = send_word(peer.answer_over.back(), peer, {});
-        if (outcome == -FI_EAGAIN) return;
+        if (passes(outcome)) return;
         peer.answer_over.pop_back();
         if (outcome != 0) peer.answer_over.clear();  // the old endpoints are gone: they did not wait for us
     }

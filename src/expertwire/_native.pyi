@@ -361,6 +361,23 @@ class ProviderProbe:
     def close(self) -> float:
         """Closes the provider; returns the seconds that it took."""
 
+    def open_replacement(self, old: int) -> int:
+        """
+        Opens endpoints in place of those from `old` on; returns the first one's number.
+        """
+
+    def announce_replacement(self, peer: int) -> None: ...
+
+    def unmoved_peers(self) -> list:
+        """
+        [(peer, it was told)] of who still uses the old endpoints, or has them used for it.
+        """
+
+    def forgo_peer(self, peer: int) -> None: ...
+
+    def close_endpoints(self, old: int) -> bool:
+        """False: peers still use them."""
+
 class ExchangeHandle:
     """What a dispatch leaves for its combine. Immutable."""
 
