@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
+from expertwire.proxy.conversation import Conversation
 from expertwire.proxy.seam import Failure, Kind
 from proxy.world import DONE, ROLE, SSE, World, config_of, delta_event, reply_of, text_event
 
@@ -91,3 +94,41 @@ def test_a_stream_that_breaks_ends_with_an_error(stream: bool) -> None:
     else:
         assert (client.how, client.status) == ("reply", 502)
     world.assert_idle()
+
+
+@pytest.mark.parametrize("how", ["whole", "stream", "left", "failed", "passed on"])
+def test_nothing_is_left_to_the_collector(how: str) -> None:
+    """A conversation that is over dies by its count of references."""
+    world = World()
+    path = b"/tokenize" if how == "passed on" else b"/v1/completions"
+    client = world.ask({"model": "m", "prompt": "x", "stream": how in ("stream", "left")}, path)
+    if how == "passed on":
+        (leg,) = client.of(Kind.PLAIN)
+        client.head(leg, 200, [])
+        client.end(leg)
+    else:
+        client.prefill()
+        (leg,) = client.of(Kind.DECODE)
+        if how == "whole":
+            client.answer(leg, 200, reply_of())
+        elif how == "failed":
+            client.fail(leg, Failure.LOST)
+        else:
+            client.head(leg)
+            client.data(leg, text_event("a"))
+            if how == "stream":
+                client.data(leg, DONE)
+                client.end(leg)
+            else:
+                client.leave()
+    assert client.talk.over
+    world.assert_idle()
+    del leg
+    gc.collect()
+    gc.disable()
+    try:
+        client.legs, client.sent, client.cancelled, client.open = [], {}, [], []
+        del client.talk
+        assert not [item for item in gc.get_objects() if isinstance(item, Conversation)]
+    finally:
+        gc.enable()

@@ -299,8 +299,8 @@ def test_replies_are_stripped(reply: bytes, clean: bytes) -> None:
 
 
 def test_an_error_that_quotes_our_parameters_is_redacted() -> None:
-    secrets = params.secrets_of(parameters())
     quoted = b"bad input: {'kv_transfer_params': {'remote_host': '10.9.9.9', 'remote_engine_id': 'engine-1'}}"
-    assert b"10.9.9.9" not in params.redact(quoted, secrets)
-    assert b"engine-1" not in params.redact(quoted, secrets)
-    assert params.redact(b"10.9.9.9 is not there", secrets) == b"10.9.9.9 is not there"
+    assert b"10.9.9.9" not in params.redact(quoted, parameters())
+    assert b"engine-1" not in params.redact(quoted, parameters())
+    assert params.redact(quoted, None) == quoted
+    assert params.redact(b"10.9.9.9 is not there", parameters()) == b"10.9.9.9 is not there"

@@ -13,7 +13,7 @@ from expertwire.proxy import faults, headers
 from expertwire.proxy.core import Core
 from expertwire.proxy.faults import Fault
 from expertwire.proxy.headers import Headers
-from expertwire.proxy.policy import Side
+from expertwire.proxy.policy import Server, Side
 from expertwire.proxy.seam import Failure, Kind, Leg, LogLine, Mode, Port, Request
 
 _OUTCOME: Final = ("unreached", "stale", "lost", "protocol", "too_large", "timed_out")
@@ -44,25 +44,69 @@ class Answer:
 class Conversation(ABC):
     """One client request. `start` first; then the edge tells what happens, in any order that can happen."""
 
-    __slots__ = ("_port", "_rank", "_request", "_request_id", "_stage", "_started", "_target", "core", "log", "open_legs")
+    __slots__ = (
+        "_decode",
+        "_ended_at",
+        "_first_content_s",
+        "_outcome",
+        "_port",
+        "_prefill",
+        "_rank",
+        "_reprefills",
+        "_request",
+        "_request_id",
+        "_retries",
+        "_stage",
+        "_started",
+        "_status",
+        "_target",
+        "_why",
+        "core",
+        "open_legs",
+    )
 
     def __init__(self, core: Core, port: Port, request: Request) -> None:
         self.core = core
         self._port = port
         self._request = request
         self._stage = Stage.OPEN
-        self._started = 0.0
+        self._started = self._ended_at = self._first_content_s = 0.0
         self._target = origin_form(request.target)
-        self._request_id = headers.request_id_of(request.headers) or core.new_id()
-        self._rank = headers.value_of(request.headers, b"x-data-parallel-rank")
+        fields = dict(request.headers[::-1])  # of several alike the first
+        self._request_id = headers.request_id_of(fields) or core.new_id()
+        self._rank = fields.get(b"x-data-parallel-rank", b"")
         self.open_legs: list[Leg] = []
-        path = self._target.partition(b"?")[0]
-        self.log = LogLine(self._request_id.decode(), request.method.decode("latin-1"), path.decode("latin-1"))
+        self._prefill: tuple[Server, int] | None = None  # the last of each, and its rank, for log and headers
+        self._decode: tuple[Server, int] | None = None
+        self._status = self._retries = self._reprefills = 0
+        self._outcome = self._why = ""
 
     @property
     def over(self) -> bool:
         """The client's part is over; calls that free P's blocks may still run."""
         return self._stage is Stage.OVER
+
+    @property
+    def log(self) -> LogLine:
+        """What is known of it now."""
+        prefill, decode = self._prefill, self._decode
+        return LogLine(
+            request_id=self._request_id.decode(),
+            method=self._request.method.decode("latin-1"),
+            path=self._target.partition(b"?")[0].decode("latin-1"),
+            status=self._status,
+            outcome=self._outcome,
+            why=self._why,
+            prefill=prefill[0].name if prefill is not None else "",
+            decode=decode[0].name if decode is not None else "",
+            prefill_rank=prefill[1] if prefill is not None else -1,
+            decode_rank=decode[1] if decode is not None else -1,
+            branches=self._branch_count(),
+            first_content_s=self._first_content_s,
+            duration_s=self._ended_at - self._started,
+            retries=self._retries,
+            reprefills=self._reprefills,
+        )
 
     def start(self, now: float) -> None:
         """Begin."""
@@ -156,17 +200,17 @@ class Conversation(ABC):
         """The header lines that every reply has."""
         lines = b"x-request-id: %b\r\n" % self._request_id
         if self.core.config.show_servers:
-            log = self.log
-            for name, server, rank in ((b"prefill", log.prefill, log.prefill_rank), (b"decode", log.decode, log.decode_rank)):
-                if server:
+            for name, chosen in ((b"prefill", self._prefill), (b"decode", self._decode)):
+                if chosen is not None:
+                    server, rank = chosen
                     ranked = b";rank=%d" % rank if rank >= 0 else b""
-                    lines += b"x-expertwire-%b: %b%b\r\n" % (name, server.encode("ascii", "replace"), ranked)
+                    lines += b"x-expertwire-%b: %b%b\r\n" % (name, server.name.encode("ascii", "replace"), ranked)
         return lines
 
     def _reply(self, status: int, lines: bytes, body: bytes, now: float, outcome: str, why: str) -> None:
         """The one whole reply, and the end."""
         self._port.reply(status, lines + self._reply_lines(), body)
-        self.log.status = status
+        self._status = status
         self.core.metrics.count("replies_total", str(status))
         self._close(now, outcome, why)
 
@@ -179,21 +223,23 @@ class Conversation(ABC):
     def _begin_reply(self, status: int, lines: bytes, length: int | None) -> None:
         """Status and headers leave."""
         self._stage = Stage.BEGUN
-        self.log.status = status
+        self._status = status
         self.core.metrics.count("replies_total", str(status))
         self._port.begin(status, lines + self._reply_lines(), length)
 
     def _close(self, now: float, outcome: str, why: str) -> None:
         """The client's part is over."""
         self._stage = Stage.OVER
-        core, log = self.core, self.log
+        core = self.core
         core.in_flight -= 1
-        log.outcome, log.why = outcome, why
-        log.duration_s = now - self._started
-        core.metrics.request.observe(log.duration_s)
+        self._outcome, self._why, self._ended_at = outcome, why, now
+        core.metrics.request.observe(now - self._started)
         core.metrics.count("requests_total", self._endpoint(), outcome)
         if self.open_legs:
             self._drop_legs(now)
+
+    def _branch_count(self) -> int:
+        return 1
 
     @abstractmethod
     def _endpoint(self) -> str:

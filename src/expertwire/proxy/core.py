@@ -11,8 +11,10 @@ from expertwire.proxy import metrics
 from expertwire.proxy.config import Config
 from expertwire.proxy.metrics import Metrics, Snapshot
 from expertwire.proxy.policy import Side, Standing
+from expertwire.proxy.seam import Terms
 
 HOMES_MAX: Final = 65_536
+RELEASE_BYTES_MAX: Final = 1 << 20
 
 
 class Homes:
@@ -44,6 +46,10 @@ class Core:
         self.config = config
         self.rules = config.rules()
         self.limits = config.flow_limits()
+        timeouts, limits = config.timeouts, config.limits
+        self.prefill_terms = Terms(timeouts.connect_s, timeouts.prefill_first_byte_s, timeouts.idle_s, limits.reply_bytes)
+        self.decode_terms = Terms(timeouts.connect_s, timeouts.decode_first_byte_s, timeouts.idle_s, limits.reply_bytes)
+        self.release_terms = Terms(timeouts.release_s, timeouts.release_s, timeouts.release_s, RELEASE_BYTES_MAX)
         self.fleet = config.fleet()
         self.metrics = Metrics()
         self.homes = Homes()
@@ -51,13 +57,13 @@ class Core:
         self.in_flight = 0  # requests whose client waits
         self.open_legs = 0  # calls to servers, those that free blocks included
         self.stopping = False
-        self._ids = seed.hex()
+        self._ids = seed.hex().encode()
         self._count = 0
 
     def new_id(self) -> bytes:
         """A request id for a client that sent none."""
         self._count += 1
-        return b"%b-%x" % (self._ids.encode(), self._count)
+        return b"%b-%x" % (self._ids, self._count)
 
     def gauges(self) -> Snapshot:
         """What stands now, for `Metrics.snapshot`."""

@@ -14,13 +14,12 @@ from expertwire.proxy.flow import Event, Flow, State
 from expertwire.proxy.headers import Headers
 from expertwire.proxy.legs import Plan, Shape
 from expertwire.proxy.passage import Passage
-from expertwire.proxy.policy import Server, Side
+from expertwire.proxy.policy import Policy, Server, Side
 from expertwire.proxy.seam import Failure, Kind, Leg, Mode, Port, Request
 from expertwire.proxy.sse import Sort
 
 _EVENT: Final = (Event.UNREACHED, Event.STALE, Event.LOST, Event.LOST, Event.LOST, Event.TIMED_OUT)  # by Failure
 _OVERLOADED: Final = frozenset({502, 503, 504})
-_RELEASE_LIMIT: Final = 1 << 20
 _RELEASE_TARGET: Final = b"/v1/completions"
 _JSON: Final = b"content-type: application/json\r\n"
 _USAGE_NEEDLE: Final = b'"usage":'
@@ -30,7 +29,10 @@ _ENDPOINTS: Final = ("completions", "chat", "responses")  # by Shape
 
 def open_exchange(core: Core, port: Port, request: Request) -> Conversation:
     """The conversation that a request's method and path ask for. To be started."""
-    shape = legs.shape_of(request.method, origin_form(request.target).partition(b"?")[0])
+    target = request.target
+    if b"?" in target or target[:1] != b"/":
+        target = origin_form(target).partition(b"?")[0]
+    shape = legs.shape_of(request.method, target)
     return Exchange(core, port, request, shape) if shape in legs.TWO_LEGS else Passage(core, port, request, shape)
 
 
@@ -43,6 +45,7 @@ class Branch:
         "cached",
         "failure",
         "flow",
+        "given",
         "granted_at",
         "held",
         "held_bytes",
@@ -51,7 +54,6 @@ class Branch:
         "lines",
         "params",
         "reply",
-        "secrets",
     )
 
     def __init__(self, index: int, flow: Flow) -> None:
@@ -61,14 +63,14 @@ class Branch:
         self.params: params.Parameters | None = None  # P's, unused
         self.granted_at = 0.0
         self.cached: merge.Usage | None = None  # P's count
-        self.secrets: tuple[bytes, ...] = ()
+        self.given: dict[str, Any] | None = None  # the parameters that D was sent
         self.failure: Fault | Answer | None = None  # the last; None while streaming: D has told it itself
         self.lines = b""  # D's header lines
         self.reply: tuple[bytes, dict[str, Any]] | None = None  # D's, whole, and read
         self.held: list[bytes] = []  # events on their way to the client
         self.held_bytes = 0  # that came before the status could leave
-        self.avoid_prefill: set[Server] = set()
-        self.avoid_decode: set[Server] = set()
+        self.avoid_prefill: frozenset[Server] = frozenset()
+        self.avoid_decode: frozenset[Server] = frozenset()
 
 
 class Exchange(Conversation):
@@ -87,6 +89,9 @@ class Exchange(Conversation):
         self._same_server: dict[int, Server] = {}
         self._session = b""
 
+    def _branch_count(self) -> int:
+        return len(self._branches) or 1
+
     def _endpoint(self) -> str:
         return _ENDPOINTS[self._shape]
 
@@ -101,9 +106,9 @@ class Exchange(Conversation):
         self._plan = plan
         self._client_lines = headers.up_lines(request.headers, json=True) + _JSON
         self._session = self._session_key()
-        count = self.log.branches = plan.branches
+        count = plan.branches
         if count > 1 and plan.stream:
-            self._merge = merge.StreamMerge(count, plan.n, plan.include_usage, self.log.request_id)
+            self._merge = merge.StreamMerge(count, plan.n, plan.include_usage, self._request_id.decode())
         if plan.alone:
             core.metrics.count("decode_alone_total", plan.alone)
         self._branches = [Branch(index, Flow(core.limits)) for index in range(count)]
@@ -213,7 +218,10 @@ class Exchange(Conversation):
         elif event is Event.UNREACHED and state is not State.PREFILLING:
             event = Event.LOST
         if event is Event.UNREACHED:
-            (branch.avoid_prefill if state is State.PREFILLING else branch.avoid_decode).add(leg.server)
+            if state is State.PREFILLING:
+                branch.avoid_prefill |= {leg.server}
+            else:
+                branch.avoid_decode |= {leg.server}
         # What another P has said is worth more than that this one said nothing.
         if not (event is Event.UNREACHED and state is State.PREFILLING and isinstance(branch.failure, Answer)):
             branch.failure = self._fault_of(leg, failure)
@@ -262,11 +270,11 @@ class Exchange(Conversation):
         if leg.kind is Kind.PREFILL:
             branch.failure = Answer(Side.PREFILL, leg.status, lines, body)
             if leg.status in _OVERLOADED:
-                branch.avoid_prefill.add(leg.server)
+                branch.avoid_prefill |= {leg.server}
                 self._step(branch, Event.OVERLOADED, now)
                 return
         else:
-            branch.failure = Answer(Side.DECODE, leg.status, lines, params.redact(body, branch.secrets))
+            branch.failure = Answer(Side.DECODE, leg.status, lines, params.redact(body, branch.given))
         self._step(branch, Event.REFUSED, now)
 
     def _decoded(self, leg: Leg, body: bytes, now: float) -> None:
@@ -346,7 +354,7 @@ class Exchange(Conversation):
         self._cancel_leg(leg)
         status, error = sse.error_of(parsed)
         if self._stage is Stage.OPEN:
-            body = params.redact(orjson.dumps({"error": error}), branch.secrets)
+            body = params.redact(orjson.dumps({"error": error}), branch.given)
             branch.failure = Answer(Side.DECODE, status, _JSON, body)
         else:
             branch.held.append(event)
@@ -368,8 +376,14 @@ class Exchange(Conversation):
         for action in branch.flow.step(event, now):
             _DO[action](self, branch, now)
 
+    def _end_leg(self, leg: Leg, outcome: str) -> None:
+        super()._end_leg(leg, outcome)
+        branch = self._branches[leg.branch]
+        if branch.leg is leg:
+            branch.leg = None  # nothing here refers to itself in a circle, or a busy proxy would spend its time in the collector
+
     def _do_close(self, branch: Branch, now: float) -> None:
-        if (leg := branch.leg) is not None and leg in self.open_legs:
+        if (leg := branch.leg) is not None:
             self._cancel_leg(leg)
 
     def _do_release(self, branch: Branch, now: float) -> None:
@@ -381,10 +395,8 @@ class Exchange(Conversation):
         if chosen is None:
             core.metrics.count("releases_total", "failed")
             return
-        leg = Leg(self, Kind.RELEASE, branch.index, *chosen)
+        leg = Leg(self, Kind.RELEASE, branch.index, *chosen, core.release_terms)
         leg.message = self._message(leg, branch, _RELEASE_TARGET, held.release_body())
-        leg.limit = _RELEASE_LIMIT
-        leg.connect_s = leg.first_byte_s = leg.idle_s = core.config.timeouts.release_s
         if self._call(leg, now):
             self._port.send(leg)
 
@@ -396,11 +408,11 @@ class Exchange(Conversation):
         core, flow, plan = self.core, branch.flow, self._plan
         if flow.reprefills and flow.prefills == 1:
             core.metrics.count("reprefills_total")
-            self.log.reprefills += 1
-            branch.avoid_prefill.clear()
+            self._reprefills += 1
+            branch.avoid_prefill = frozenset()
         elif flow.prefills > 1:
             core.metrics.count("retries_total", Side.PREFILL)
-            self.log.retries += 1
+            self._retries += 1
         same = self._same_server.get(branch.index // plan.n) if plan.n > 1 else None
         chosen: tuple[Server, int] | None
         if same is not None and same not in branch.avoid_prefill and same in core.fleet.servers(Side.PREFILL):
@@ -413,12 +425,9 @@ class Exchange(Conversation):
             return
         if plan.n > 1:
             self._same_server[branch.index // plan.n] = chosen[0]
-        leg = branch.leg = Leg(self, Kind.PREFILL, branch.index, *chosen)
-        timeouts = core.config.timeouts
-        leg.connect_s, leg.first_byte_s, leg.idle_s = timeouts.connect_s, timeouts.prefill_first_byte_s, timeouts.idle_s
-        leg.limit = core.config.limits.reply_bytes
+        self._prefill = chosen
+        leg = branch.leg = Leg(self, Kind.PREFILL, branch.index, *chosen, core.prefill_terms)
         leg.message = self._message(leg, branch, self._target, legs.prefill_body(plan, branch.index))
-        self.log.prefill, self.log.prefill_rank = leg.server.name, leg.rank
         if self._call(leg, now):
             self._port.send(leg)
 
@@ -426,17 +435,14 @@ class Exchange(Conversation):
         core = self.core
         if branch.flow.decodes > 1 and branch.flow.prefills == 0:
             core.metrics.count("retries_total", Side.DECODE)
-            self.log.retries += 1
+            self._retries += 1
         chosen = core.fleet.choose(Side.DECODE, now, branch.avoid_decode, self._session) if (home := self._home()) is None else home
         if chosen is None:
             branch.failure = branch.failure or faults.no_server(Side.DECODE, core.config.retry_after_s)
             self._step(branch, Event.NO_SERVER, now)
             return
-        leg = branch.leg = Leg(self, Kind.DECODE, branch.index, *chosen)
-        timeouts = core.config.timeouts
-        leg.connect_s, leg.first_byte_s, leg.idle_s = timeouts.connect_s, timeouts.decode_first_byte_s, timeouts.idle_s
-        leg.limit = core.config.limits.reply_bytes
-        self.log.decode, self.log.decode_rank = leg.server.name, leg.rank
+        self._decode = chosen
+        leg = branch.leg = Leg(self, Kind.DECODE, branch.index, *chosen, core.decode_terms)
         if self._call(leg, now):
             self._decode_ready(branch, now)
 
@@ -462,7 +468,7 @@ class Exchange(Conversation):
         if held is not None:
             branch.params = None
             values = held.take()
-            branch.secrets = params.secrets_of(values)
+            branch.given = values
             self.core.metrics.handoff.observe(now - branch.granted_at)
         branch.failure = None
         leg.message = self._message(leg, branch, self._target, legs.decode_body(self._plan, branch.index, values))
@@ -471,12 +477,12 @@ class Exchange(Conversation):
             self._port.write(out)
 
     def _do_commit(self, branch: Branch, now: float) -> None:
-        if not self.log.first_content_s:
-            self.log.first_content_s = now - self._started
-            self.core.metrics.first_content.observe(self.log.first_content_s)
+        if not self._first_content_s:
+            self._first_content_s = now - self._started
+            self.core.metrics.first_content.observe(self._first_content_s)
 
     def _do_finish(self, branch: Branch, now: float) -> None:
-        if any(other.flow.state is not State.DONE for other in self._branches):
+        if self._plan.branches > 1 and any(other.flow.state is not State.DONE for other in self._branches):
             return
         if self._plan.stream:
             if self._merge is not None:
@@ -533,7 +539,7 @@ class Exchange(Conversation):
             return merge.single_reply(body, reply, self._branches[0].cached)
         try:
             cached = [branch.cached for branch in self._branches]
-            return merge.replies([reply for _, reply in parts], cached, self._plan.n, self.log.request_id)
+            return merge.replies([reply for _, reply in parts], cached, self._plan.n, self._request_id.decode())
         except (KeyError, TypeError, IndexError):
             return faults.not_json(Side.DECODE)
 
@@ -551,6 +557,8 @@ class Exchange(Conversation):
         return headers.message(b"POST", server.prefix + target, server.host_header, self._client_lines, request_id, rank, body)
 
     def _session_key(self) -> bytes:
+        if self.core.config.policy != Policy.SESSION:
+            return b""
         if (value := headers.value_of(self._request.headers, self.core.session_header)) != b"":
             return value
         for name in _SESSION_FIELDS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from expertwire.errors import StateError
 
@@ -94,12 +94,12 @@ class Flow:
 
     def step(self, event: Event, now: float) -> tuple[Action, ...]:
         """Take one event at time `now` (s, monotonic). Raises StateError where it cannot happen; after the end everything is ignored."""
-        for move in _ROWS[self.state][event]:
-            if move.guard is None or move.guard(self, now):
-                self.state = move.target
-                if move.effect is not None:
-                    move.effect(self)
-                return move.actions
+        for target, actions, guard, effect in _ROWS[self.state][event]:
+            if guard is None or guard(self, now):
+                self.state = target
+                if effect is not None:
+                    effect(self)
+                return actions
         raise StateError(f"{event.name} cannot happen to a request that is {self.state.name}; a fault of the proxy, please report it")
 
     @property
@@ -108,8 +108,7 @@ class Flow:
         return self.state >= State.DONE
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One way out of a state: taken if `guard` holds."""
 
     target: State

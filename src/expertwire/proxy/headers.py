@@ -40,9 +40,9 @@ def value_of(headers: Headers, name: bytes) -> bytes:
     return b""
 
 
-def request_id_of(headers: Headers) -> bytes:
+def request_id_of(fields: dict[bytes, bytes]) -> bytes:
     """The caller's X-Request-Id, if it is one that a header line may hold; else b""."""
-    value = value_of(headers, b"x-request-id")
+    value = fields.get(b"x-request-id", b"")
     return value if value and _REQUEST_ID.fullmatch(value) else b""
 
 
@@ -54,9 +54,14 @@ def _named_by_connection(headers: Headers) -> frozenset[bytes]:
 def up_lines(headers: Headers, *, json: bool) -> bytes:
     """The client's headers that go up, rendered. `json`: the leg's body is made here, so its content type is not the client's."""
     dropped = _DROPPED_UP_JSON if json else _DROPPED_UP
-    if named := _named_by_connection(headers):
-        dropped = dropped | named
-    return b"".join([b"%b: %b\r\n" % pair for pair in headers if pair[0] not in dropped])
+    lines = []
+    for pair in headers:
+        if pair[0] not in dropped:
+            lines.append(pair[0] + b": " + pair[1])
+        elif pair[0] == b"connection" and (named := _named_by_connection(headers) - dropped):
+            return up_lines([other for other in headers if other[0] not in named and other is not pair], json=json)
+    lines.append(b"")
+    return b"\r\n".join(lines)
 
 
 def message(method: bytes, target: bytes, host: bytes, lines: bytes, request_id: bytes, rank: bytes, body: bytes | None) -> bytes:

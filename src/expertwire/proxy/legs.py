@@ -5,7 +5,8 @@ Nothing is validated here that a server validates: what is odd goes to P as it c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -68,15 +69,30 @@ class Plan:
     stream: bool
     stripped: bool = False  # the raw bytes had kv_transfer_params: never pass them on
     alone: str = ""  # why D computes everything, "" if it does not
-    prompts: list[Any] = field(default_factory=list)  # of a batch that is split; empty: the body has one
+    prompts: Sequence[Any] = ()  # of a batch that is split; empty: the body has one
     n: int = 1
+    branches: int = 1  # into how many pairs of legs it is split
     include_usage: bool = False
     reuse_tokens: bool = False
 
-    @property
-    def branches(self) -> int:
-        """Into how many pairs of legs it is split."""
-        return max(1, len(self.prompts)) * self.n
+
+# Without one of these a body has nothing of what is looked for below, and most bodies have none: one look in place of ten.
+_UNUSUAL: Final = frozenset(
+    {
+        params.NAME,
+        *params.CARRIERS,
+        "stream_options",
+        "prompt_logprobs",
+        "use_beam_search",
+        "truncate_prompt_tokens",
+        "echo",
+        "best_of",
+        "prompt_embeds",
+        "previous_response_id",
+        "background",
+        "tools",
+    }
+)
 
 
 def plan_of(shape: Shape, raw: bytes, rules: Rules) -> Plan | Fault:
@@ -88,12 +104,13 @@ def plan_of(shape: Shape, raw: bytes, rules: Rules) -> Plan | Fault:
     if not isinstance(body, dict):
         return faults.bad_request("the body is JSON, but no object")
     plan = Plan(shape, raw, body, body.get("stream") is True)
-    plan.stripped = params.strip_request(body)
-    options = body.get("stream_options")
-    plan.include_usage = isinstance(options, dict) and options.get("include_usage") is True
-    plan.alone = _why_alone(shape, body)
-    if plan.alone:
-        return plan
+    if not _UNUSUAL.isdisjoint(body):
+        plan.stripped = params.strip_request(body)
+        options = body.get("stream_options")
+        plan.include_usage = isinstance(options, dict) and options.get("include_usage") is True
+        plan.alone = _why_alone(shape, body)
+        if plan.alone:
+            return plan
     prompts = _batch(body.get("prompt")) if shape is Shape.COMPLETIONS else None
     n = body.get("n") if shape is not Shape.RESPONSES else None
     n = n if isinstance(n, int) and not isinstance(n, bool) and n > 1 else 1
@@ -105,9 +122,9 @@ def plan_of(shape: Shape, raw: bytes, rules: Rules) -> Plan | Fault:
         if count > rules.max_branches:
             message = f"{count} choices (prompts times n) were asked for, and this server's limit is {rules.max_branches}"
             return faults.bad_request(message, "n" if n > 1 else "prompt")
-        plan.prompts, plan.n = prompts or [], n
+        plan.prompts, plan.n, plan.branches = prompts or (), n, count
     if rules.alone_below_tokens and _tokens_about(body) < rules.alone_below_tokens:
-        plan.alone, plan.prompts, plan.n = "short", [], 1
+        plan.alone, plan.prompts, plan.n, plan.branches = "short", (), 1, 1
         return plan
     plan.reuse_tokens = rules.reuse_tokens and shape is Shape.CHAT and _only_text(body.get("messages"))
     return plan
@@ -185,7 +202,9 @@ def _only_text(messages: Any) -> bool:
 
 def _of_branch(plan: Plan, branch: int) -> dict[str, Any]:
     """The client's body for one choice of one prompt."""
-    body = dict(plan.body)
+    body = plan.body.copy()
+    if plan.branches == 1:
+        return body
     if plan.prompts:
         body["prompt"] = plan.prompts[branch // plan.n]
     if plan.n > 1:
@@ -197,14 +216,15 @@ def _of_branch(plan: Plan, branch: int) -> dict[str, Any]:
 
 
 # P's one token is thrown away: nothing may make it fail, and nothing may make it an end, for with "stop" P hands out no parameters.
-_NOT_FOR_P: Final = ("stream_options", "min_tokens", "stop", "stop_token_ids")
+_NOT_FOR_P: Final = frozenset({"stream_options", "min_tokens", "stop", "stop_token_ids"})
 
 
 def prefill_body(plan: Plan, branch: int) -> bytes:
     """What P is sent."""
     body = _of_branch(plan, branch)
-    for name in _NOT_FOR_P:
-        body.pop(name, None)
+    if not _NOT_FOR_P.isdisjoint(body):
+        for name in _NOT_FOR_P:
+            body.pop(name, None)
     body["stream"] = False
     if plan.shape is Shape.RESPONSES:
         body["max_output_tokens"] = 1
@@ -225,7 +245,7 @@ def prefill_body(plan: Plan, branch: int) -> bytes:
 def decode_body(plan: Plan, branch: int, values: dict[str, Any] | None) -> bytes:
     """What D is sent: the client's body and P's parameters (None: none). Byte for byte the client's where nothing has to be changed."""
     if plan.branches > 1 or plan.stripped or not plan.body:
-        body = _of_branch(plan, branch) if plan.branches > 1 else dict(plan.body)
+        body = _of_branch(plan, branch)
         if values is not None:
             body[params.NAME] = values
         return orjson.dumps(body)

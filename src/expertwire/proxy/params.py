@@ -144,15 +144,10 @@ def strip_reply(body: bytes) -> bytes:
     return orjson.dumps(reply) if strip_everywhere(reply) else body
 
 
-def secrets_of(values: dict[str, Any]) -> tuple[bytes, ...]:
-    """What of the parameters must not be read in an error body that D made of our request."""
-    return tuple(str(values[field]).encode() for field in ("remote_host", "remote_engine_id", "remote_request_id") if values.get(field))
-
-
-def redact(body: bytes, secrets: tuple[bytes, ...]) -> bytes:
-    """An error body of D: verbatim, unless it repeats the parameters that we gave it (validation errors quote the request)."""
-    if NEEDLE not in body:
+def redact(body: bytes, given: dict[str, Any] | None) -> bytes:
+    """An error body of D: verbatim, unless it repeats the parameters that it was `given` (validation errors quote the request)."""
+    if NEEDLE not in body or given is None:
         return body
-    for secret in secrets:
-        body = body.replace(secret, b"-")
+    for field in ("remote_host", "remote_engine_id", "remote_request_id"):
+        body = body.replace(str(given[field]).encode(), b"-")
     return body

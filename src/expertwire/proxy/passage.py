@@ -22,13 +22,14 @@ _BODILESS: Final = frozenset({b"GET", b"HEAD", b"OPTIONS", b"DELETE"})
 class Passage(Conversation):
     """One leg, whose answer leaves as it comes: its status is known with its head."""
 
-    __slots__ = ("_avoid", "_failure", "_flow", "_leg", "_shape")
+    __slots__ = ("_avoid", "_events", "_failure", "_flow", "_leg", "_shape")
 
     def __init__(self, core: Core, port: Port, request: Request, shape: Shape) -> None:
         super().__init__(core, port, request)
         self._shape = shape
         self._flow = Flow(core.limits)
-        self._leg: Leg | None = None
+        self._leg: Leg | None = None  # the open one
+        self._events = False  # the answer is a stream of events
         self._failure: Fault | Answer | None = None
         self._avoid: set[Server] = set()
 
@@ -95,6 +96,10 @@ class Passage(Conversation):
     def _drop_legs(self, now: float) -> None:
         self._step(Event.GONE, now)
 
+    def _end_leg(self, leg: Leg, outcome: str) -> None:
+        super()._end_leg(leg, outcome)
+        self._leg = None
+
     def _step(self, event: Event, now: float) -> None:
         for action in self._flow.step(event, now):
             if action is Action.DECODE:
@@ -107,7 +112,7 @@ class Passage(Conversation):
                 self._port.finish()
                 self._close(now, "done", "")
             elif action is Action.CLOSE:
-                if self._leg is not None and self._leg in self.open_legs:
+                if self._leg is not None:
                     self._cancel_leg(self._leg)
             elif action is Action.FAIL:
                 self._fail_with(self._failure or faults.internal(), now)
@@ -119,18 +124,15 @@ class Passage(Conversation):
         core = self.core
         if self._flow.decodes > 1:
             core.metrics.count("retries_total", Side.DECODE)
-            self.log.retries += 1
+            self._retries += 1
         chosen = self._home() or core.fleet.choose(Side.DECODE, now, self._avoid)
         if chosen is None:
             self._failure = self._failure or faults.no_server(Side.DECODE, core.config.retry_after_s)
             self._step(Event.NO_SERVER, now)
             return
-        leg = self._leg = Leg(self, Kind.PLAIN, 0, *chosen)
-        timeouts = core.config.timeouts
-        leg.connect_s, leg.first_byte_s, leg.idle_s = timeouts.connect_s, timeouts.decode_first_byte_s, timeouts.idle_s
-        leg.limit = core.config.limits.reply_bytes
+        self._decode = chosen
+        leg = self._leg = Leg(self, Kind.PLAIN, 0, *chosen, core.decode_terms)
         leg.head_only = self._request.method == b"HEAD"
-        self.log.decode, self.log.decode_rank = leg.server.name, leg.rank
         if self._call(leg, now):
             self._step(Event.READY, now)
 
@@ -156,15 +158,16 @@ class Passage(Conversation):
     def _commit(self, now: float) -> None:
         leg = self._leg
         assert leg is not None
-        self.log.first_content_s = now - self._started
+        self._first_content_s = now - self._started
+        self._events = headers.media_type(leg.headers) == b"text/event-stream"
         lines = headers.plain_down_lines(leg.headers, leg.server.origin)
         length = None if headers.value_of(leg.headers, b"transfer-encoding") else headers.length_of(leg.headers)
         self._begin_reply(leg.status, lines, length)
 
     def _abort(self, now: float) -> None:
-        failure, leg = self._failure, self._leg
+        failure = self._failure
         event = b""
-        if isinstance(failure, Fault) and leg is not None and headers.media_type(leg.headers) == b"text/event-stream":
+        if isinstance(failure, Fault) and self._events:
             self.core.metrics.count("stream_errors_total")
             event = failure.event()
         self._port.abort(event)

@@ -156,7 +156,10 @@ class Fleet:
         servers = self._servers[side]
         if len(servers) == 1 and not avoid:
             server = servers[0]
-            return self._take(server, now)
+            if server.standing is not Standing.SERVING or server.ranks:
+                return self._take(server, now)
+            server.in_flight += 1
+            return server, -1
         there = [server for server in servers if server not in avoid]
         if not there:
             return None

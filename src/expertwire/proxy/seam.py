@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from expertwire.proxy.headers import Headers
 from expertwire.proxy.policy import Server
@@ -51,6 +51,15 @@ class Mode(IntEnum):
     STREAM = 1  # give each piece to `leg_data`, then `leg_ended`
 
 
+class Terms(NamedTuple):
+    """What a leg may take: seconds to connect, until the first byte, between two pieces; bytes of a whole body."""
+
+    connect_s: float
+    first_byte_s: float
+    idle_s: float
+    limit: int
+
+
 class Leg:
     """One call to one server."""
 
@@ -76,15 +85,14 @@ class Leg:
         "status",
     )
 
-    def __init__(self, exchange: Conversation, kind: Kind, branch: int, server: Server, rank: int) -> None:
+    def __init__(self, exchange: Conversation, kind: Kind, branch: int, server: Server, rank: int, terms: Terms) -> None:
         self.exchange = exchange
         self.kind = kind
         self.branch = branch
         self.server = server
         self.rank = rank  # −1: the server's own choice
         self.message = b""  # the complete request; there when `Port.send` is called
-        self.limit = 0
-        self.connect_s = self.first_byte_s = self.idle_s = 0.0
+        self.connect_s, self.first_byte_s, self.idle_s, self.limit = terms
         self.head_only = False  # the answer has no body
         self.handle: Any = None  # the edge's
         # The exchange's own:
