@@ -4,17 +4,19 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <utility>
 
 #include "provider/live_objects.hpp"
+#include "runtime/clock.hpp"
 #include "runtime/context.hpp"
+#include "runtime/prepared_request.hpp"
 
 namespace expertwire {
 
@@ -52,9 +54,9 @@ void bind_peers(nanobind::class_<PyContext>& cls);  // native_peers.cpp
 OpKind parse_kind(const std::string& kind);  // throws Failure
 
 // Submits, waiting up to timeout_ms where the tables are full. Without the GIL. Throws Failure.
-std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t rank, std::span<const ChunkSpec> chunks,
-                                        std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms,
-                                        runtime::Posting posting = runtime::Posting::with_a_turn);
+Ticket submit_specs(runtime::Context& context, std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                    std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms,
+                    runtime::Posting posting = runtime::Posting::with_a_turn);
 
 // native_batch.cpp
 using OffsetArray =
@@ -69,9 +71,11 @@ using NumberArray =
 
 // Python's `PreparedRequest`.
 struct PyPrepared {
-    std::shared_ptr<runtime::Context> context;
-    runtime::PreparedChunks chunks;
-    std::mutex mutex;  // of chunks, which a submission may have to check anew
+    runtime::PreparedRequest request;
+    Counted<Live::request> counted;
+
+    PyPrepared(std::shared_ptr<runtime::Context> owner, runtime::PreparedChunks chunks)
+        : request(std::move(owner), std::move(chunks)) {}
 };
 std::unique_ptr<PyPrepared> prepare_arrays(const PyContext& self, std::uint32_t rank, const std::string& kind,
                                            const NumberArray& locals, const OffsetArray& offsets,
@@ -81,6 +85,23 @@ void bind_prepared(nanobind::module_& module);
 
 // Raises the pending KeyboardInterrupt, if any. Takes the GIL: call it between wait slices (≤ 50 ms apart).
 void check_signals();
+
+constexpr TimeNs wait_slice_ns = 50'000'000;  // Ctrl-C is answered within 100 ms (SPEC T19)
+
+inline TimeNs deadline_after(std::int64_t timeout_ms) {
+    return runtime::now_ns() + static_cast<TimeNs>(std::max<std::int64_t>(timeout_ms, 0)) * 1'000'000;
+}
+
+// Runs `slice(until)` until it says that it is done; between slices looks for Ctrl-C. False: the deadline passed.
+template <class Slice>
+bool wait_in_slices(std::int64_t timeout_ms, Slice slice) {
+    const TimeNs deadline = deadline_after(timeout_ms);
+    while (true) {
+        if (slice(std::min(deadline, runtime::now_ns() + wait_slice_ns))) return true;
+        check_signals();
+        if (runtime::now_ns() >= deadline) return false;
+    }
+}
 
 }  // namespace bind
 }  // namespace expertwire

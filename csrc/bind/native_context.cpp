@@ -41,26 +41,10 @@ OpKind parse_kind(const std::string& kind) {
 
 namespace {
 
-constexpr TimeNs slice_ns = 50'000'000;  // Ctrl-C is answered within 100 ms (SPEC T19)
 constexpr TimeNs tell_ns = 500'000'000;
 
 using ChunkTuple = std::tuple<std::uint32_t, std::uint64_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint32_t>;
 using SignalTuple = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, int, std::uint32_t>;
-
-TimeNs deadline_after(std::int64_t timeout_ms) {
-    return runtime::now_ns() + static_cast<TimeNs>(std::max<std::int64_t>(timeout_ms, 0)) * 1'000'000;
-}
-
-// Runs `slice(until)` until it says that it is done; between slices looks for Ctrl-C. False: the deadline passed.
-template <class Slice>
-bool wait_in_slices(std::int64_t timeout_ms, Slice slice) {
-    const TimeNs deadline = deadline_after(timeout_ms);
-    while (true) {
-        if (slice(std::min(deadline, runtime::now_ns() + slice_ns))) return true;
-        check_signals();
-        if (runtime::now_ns() >= deadline) return false;
-    }
-}
 
 std::string text(nb::handle value) {
     return nb::cast<std::string>(value);
@@ -173,7 +157,8 @@ std::shared_ptr<PyRequest> submit(const PyContext& self, std::uint32_t rank, con
         const auto* bytes = static_cast<const std::byte*>(notification->data());
         controls.push_back(context.notification(rank, {bytes, notification->size()}, Scope::request, 0));
     }
-    return submit_specs(self, rank, specs, controls, delivered, timeout_ms);
+    const Ticket ticket = submit_specs(context, rank, specs, controls, delivered, timeout_ms);
+    return std::make_shared<PyRequest>(self.context, ticket, rank);
 }
 
 int request_wait(PyRequest& self, std::int64_t timeout_ms) {
@@ -485,10 +470,9 @@ void bind_records(Class& cls) {
 
 }  // namespace
 
-std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t rank, std::span<const ChunkSpec> chunks,
-                                        std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms,
-                                        runtime::Posting posting) {
-    Context& context = *self.context;
+Ticket submit_specs(Context& context, std::uint32_t rank, std::span<const ChunkSpec> chunks,
+                    std::span<const ControlSpec> controls, bool delivered, std::int64_t timeout_ms,
+                    runtime::Posting posting) {
     Engine::Submitted submitted{};
     const bool taken = wait_in_slices(timeout_ms, [&](TimeNs until) {
         submitted = context.submit(rank, chunks, controls, delivered ? Level::delivered : Level::local, until, posting);
@@ -496,7 +480,7 @@ std::shared_ptr<PyRequest> submit_specs(const PyContext& self, std::uint32_t ran
     });
     if (!taken) context.fail_full(rank, timeout_ms);
     if (submitted.status != Status::ok) context.fail_submit(rank, submitted.status);
-    return std::make_shared<PyRequest>(self.context, submitted.request, rank);
+    return submitted.request;
 }
 
 }  // namespace bind

@@ -37,7 +37,8 @@ Engine::Engine(const EngineLimits& limits, const GatePolicy& policy)
       peers_(limits.peers_max),
       gate_(limits.held_max, 2 * limits.queue_pairs_per_peer_max),
       scratch_(2 * std::size_t{limits.queue_pairs_per_peer_max}),
-      region_uses_(limits.regions_max) {
+      region_uses_(limits.regions_max),
+      bulk_hold_(limits.bulk_hold_ns, limits.bulk_quiet_ns, limits.bulk_wary_ns) {
     operations_free_ = static_cast<std::uint32_t>(operations_.size());
     for (std::uint32_t i = operations_free_; i-- > 0;) {
         operations_[i].next_in_line = free_operation_;
@@ -201,6 +202,7 @@ void Engine::pull_back(QueuePair& lane) {
     Line& data = lane.line(LineKind::data);
     for (std::uint32_t i = data.first_unposted; i != no_index; i = operations_[i].next_in_line) {
         if (operations_[i].state != OperationState::taken) continue;
+        bulk_hold_.drop(lane.bulk_window > 0);
         forget_slot(operations_[i]);
         operations_[i].state = OperationState::queued;
         ++postable_;
@@ -290,8 +292,8 @@ void Engine::on_completion(const Completion& completion, TimeNs now) {
         return;
     }
     const std::uint32_t index = slot_info_[ticket.slot].operation;
-    const QueuePair& lane = lanes_[operations_[index].queue_pair];
-    if (lane.bulk_window == 0) peers_[lane.peer.value].small_ns = now;
+    const bool small = lanes_[operations_[index].queue_pair].bulk_window == 0;
+    if (small && operations_[index].line == LineKind::data) bulk_hold_.small_completed(now);
     if (completion.status == Status::ok) {
         const Level needed = policy_.delivery_complete ? Level::delivered : Level::local;
         if (completion.level < needed && operations_[index].kind != OpKind::read) {
@@ -312,6 +314,8 @@ void Engine::finish(std::uint32_t index, Status result) {
     QueuePair& lane = lanes_[operation.queue_pair];
     Line& line = lane.line(operation.line);
     if (operation.state == OperationState::queued) --postable_;
+    const bool out = operation.state == OperationState::taken || operation.state == OperationState::posted;
+    if (out && operation.line == LineKind::data) bulk_hold_.drop(lane.bulk_window > 0);
     if (operation.state == OperationState::posted) {
         --lane.in_flight;
         ++counts_.operations_finished;

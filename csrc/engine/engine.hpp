@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/bulk_hold.hpp"
 #include "engine/commands.hpp"
 #include "engine/gate.hpp"
 #include "engine/gate_policy.hpp"
@@ -33,8 +34,7 @@ struct EngineLimits {
     std::uint32_t requests_max = 4096;         // accepted and not yet released
     std::uint32_t queued_max = 4096;           // operations that may be accepted beyond those in flight
     TimeNs hard_timeout_ns = 200'000'000'000;  // SPEC T14
-    // Beside a peer's small work, and for bulk_quiet_ns after it, a bulk lane posts once in so long; and for
-    // bulk_wary_ns after it its window is 1. 0: neither.
+    // BulkHold. Above 0 a take gives one chunk of bulk, too, so that whoever holds the engine can let go between two.
     TimeNs bulk_hold_ns = 0;
     TimeNs bulk_quiet_ns = 100'000;
     TimeNs bulk_wary_ns = 20'000'000;
@@ -155,10 +155,14 @@ class Engine {
     // ---- progress
     // Fills `out` round robin over the queue pairs, within their windows and the cap. Every command taken must be given
     // to on_posted() in the same order, before anything else is called, except those for which may_post() says no.
-    std::size_t take_posts(std::span<PostCommand> out, TimeNs now);
+    std::size_t take_posts(std::span<PostCommand> out, TimeNs now, bool bulk_too = true);
     // The last take_posts() left bulk where it was for the sake of small work: call it again, though nothing may
     // happen.
     bool bulk_held() const { return bulk_held_; }
+    // Chunks of small lanes that have ended, where there are bulk lanes beside them.
+    std::uint64_t small_ended() const { return bulk_lanes_ ? bulk_hold_.completions() : 0; }
+    // Small work has met bulk not long ago: what is cut now had better be cut small.
+    bool bulk_wary(TimeNs now) const { return bulk_hold_.wary(now); }
     // No: since it was taken, an AGAIN or a failure on its queue pair has put it back or dropped it. Do not post it.
     bool may_post(const PostCommand& command) const;
     // AGAIN: it, and what was taken behind it on its queue pair, is at the head again, in order.
@@ -209,7 +213,6 @@ class Engine {
         PeerState state = PeerState::closed;
         Status error = Status::ok;
         std::int32_t code = 0;
-        TimeNs small_ns = 0;                     // when something off its bulk lanes was last taken or completed
         std::uint32_t first_request = no_index;  // live ones, in order of acceptance
         std::uint32_t last_request = no_index;
         std::vector<std::uint32_t> queue_pairs;  // reserved in the constructor
@@ -327,6 +330,7 @@ class Engine {
     std::uint32_t round_robin_ = 0;
     bool bulk_lanes_ = false;  // there ever was one
     bool bulk_held_ = false;
+    BulkHold bulk_hold_;
     std::uint32_t lanes_used_ = 0;  // one past the highest lane ever opened: bounds the round
     std::uint32_t postable_ = 0;    // operations in state queued
     std::uint32_t counted_ = 0;     // slots that count against the cap

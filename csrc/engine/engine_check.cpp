@@ -207,7 +207,7 @@ std::string Engine::check_request(std::uint32_t index) const {
 // Also: what is in flight without an owner must have left its local buffer (Level::local published early).
 std::string Engine::check_regions() const {
     std::vector<std::uint32_t> uses(region_uses_.size());
-    std::uint32_t queued = 0;
+    std::uint32_t queued = 0, out[2] = {0, 0};
     for (std::uint32_t i = 0; i < operations_.size(); ++i) {
         const Operation& operation = operations_[i];
         if (operation.state == OperationState::free) continue;
@@ -215,10 +215,14 @@ std::string Engine::check_regions() const {
         if (operation.state == OperationState::posted && operation.request == no_index && !operation.locally_done) {
             return broken_rule("1", "work in flight that no request answers for", i);
         }
-        if (operation.line == LineKind::data && operation.state != OperationState::finished)
-            ++uses[operation.local.value];
+        if (operation.line != LineKind::data) continue;
+        uses[operation.local.value] += operation.state != OperationState::finished;
+        out[lanes_[operation.queue_pair].bulk_window > 0] +=
+            operation.state == OperationState::taken || operation.state == OperationState::posted;
     }
     if (queued != postable_) return broken_rule("5", "the count of postable work is wrong", queued);
+    if (out[0] != bulk_hold_.taken(false) || out[1] != bulk_hold_.taken(true))
+        return broken_rule("5", "the counts of small and bulk on their way are wrong", out[0]);
     if (uses != region_uses_) return broken_rule("7", "a region's uses are wrong", 0);
     return {};
 }

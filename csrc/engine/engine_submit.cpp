@@ -21,7 +21,6 @@ QueuePairId Engine::open_queue_pair(PeerId peer, EndpointId endpoint, std::uint3
     unused->peer = peer;
     unused->endpoint = endpoint;
     unused->bulk_window = bulk_window;
-    unused->bulk_taken_ns = 0;
     bulk_lanes_ = bulk_lanes_ || bulk_window > 0;
     owner.state = PeerState::open;
     owner.error = Status::ok;

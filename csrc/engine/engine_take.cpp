@@ -5,7 +5,7 @@
 
 namespace expertwire {
 
-std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs now) {
+std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs now, bool bulk_too) {
     std::size_t count = 0;
     bulk_held_ = false;
     pushed_back_since_take_ = false;
@@ -13,6 +13,10 @@ std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs now) {
     const bool bulk_last = bulk_lanes_ && lanes_live_ <= limits_.outstanding_max;
     for (const bool bulk : {false, true}) {
         if (bulk && !bulk_last) break;
+        if (bulk && !bulk_too) {
+            bulk_held_ = postable_ > 0;
+            break;
+        }
         std::uint32_t idle_lanes = 0;  // looked at in a row without a post
         while (postable_ > 0 && count < out.size() && idle_lanes < lanes_used_) {
             if (round_robin_ >= lanes_used_) round_robin_ = 0;
@@ -21,6 +25,7 @@ std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs now) {
             if (served && !held_back(lanes_[lane], now) && take_one(lane, out[count], now)) {
                 ++count;
                 idle_lanes = 0;
+                if (bulk && bulk_hold_.active()) return count;
             } else {
                 ++idle_lanes;
             }
@@ -29,12 +34,9 @@ std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs now) {
     return count;
 }
 
-// A chunk that is posted costs both sides as much as several small writes, and what it costs stands before the next
-// one: beside a stream of small ones bulk goes in few steps, so that most of them meet none.
 bool Engine::held_back(const QueuePair& lane, TimeNs now) {
-    if (lane.bulk_window == 0 || limits_.bulk_hold_ns == 0 || lane.entries == lane.in_flight) return false;
-    const bool held = now < peers_[lane.peer.value].small_ns + limits_.bulk_quiet_ns &&
-                      now < lane.bulk_taken_ns + limits_.bulk_hold_ns;
+    if (lane.bulk_window == 0 || !bulk_hold_.active() || lane.entries == lane.in_flight) return false;
+    const bool held = bulk_hold_.held(now);
     bulk_held_ = bulk_held_ || held;
     return held;
 }
@@ -42,8 +44,7 @@ bool Engine::held_back(const QueuePair& lane, TimeNs now) {
 // Where small ones come now and then, the next one should meet no more than one chunk.
 std::uint32_t Engine::window_of(const QueuePair& lane, TimeNs now) const {
     if (lane.bulk_window == 0) return window_;
-    const bool wary = limits_.bulk_hold_ns > 0 && now < peers_[lane.peer.value].small_ns + limits_.bulk_wary_ns;
-    return wary ? 1 : std::min(lane.bulk_window, window_);
+    return bulk_hold_.wary(now) ? 1 : std::min(lane.bulk_window, window_);
 }
 
 // Controls first: their data is there already, and somebody waits for them.
@@ -67,6 +68,7 @@ bool Engine::take_one(std::uint32_t queue_pair, PostCommand& out, TimeNs now) {
         index = data.cursor;
         data.cursor = operations_[index].next_in_line;
         operations_[index].endpoint = lane.endpoint;
+        bulk_hold_.take(lane.bulk_window > 0, now);
     }
     Operation& operation = operations_[index];
     operation.slot = slots_.mint();
@@ -77,7 +79,6 @@ bool Engine::take_one(std::uint32_t queue_pair, PostCommand& out, TimeNs now) {
     info.operation = index;
     info.endpoint = operation.endpoint;
     info.counted = true;
-    (lane.bulk_window > 0 ? lane.bulk_taken_ns : peers_[lane.peer.value].small_ns) = now;
     ++lane.counted;
     ++counted_;
     counts_.slots_counted_peak = std::max(counts_.slots_counted_peak, counted_);

@@ -25,12 +25,27 @@ struct PumpTables {
     std::array<PostCommand, 64> commands;
 };
 
+// `arrivals` is what the provider's poll() appends to. Bounded, as the next: at most `rounds` × 64.
+template <class AnyProvider, class Arrivals>
+void pump_polls(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds,
+                PumpTables& tables, PumpResult& result) {
+    auto& completions = tables.completions;
+    for (std::uint32_t round = 0; round < rounds; ++round) {
+        const std::size_t count = provider.poll(std::span<Completion>(completions), arrivals);
+        for (std::size_t i = 0; i < count; ++i) engine.on_completion(completions[i], now);
+        result.completions += static_cast<std::uint32_t>(count);
+        if (count < completions.size()) break;
+    }
+    // Who was stopped, or in a long compile, finds completions of long ago: they are taken before deadlines are judged.
+    if (engine.has_caught_up(result.completions)) engine.step(now);
+}
+
 template <class AnyProvider>
 void pump_posts(Engine& engine, AnyProvider& provider, TimeNs now, std::uint32_t rounds, PumpTables& tables,
-                PumpResult& result) {
+                PumpResult& result, bool bulk = true) {
     auto& commands = tables.commands;
     for (std::uint32_t round = 0; round < rounds; ++round) {
-        const std::size_t count = engine.take_posts(std::span<PostCommand>(commands), now);
+        const std::size_t count = engine.take_posts(std::span<PostCommand>(commands), now, bulk);
         std::uint32_t pushed_back = 0;
         for (std::size_t i = 0; i < count; ++i) {
             if (!engine.may_post(commands[i])) continue;
@@ -44,28 +59,13 @@ void pump_posts(Engine& engine, AnyProvider& provider, TimeNs now, std::uint32_t
     }
 }
 
-// `arrivals` is what the provider's poll() appends to. Bounded: at most `rounds` × 64 completions and as many posts.
-template <class AnyProvider, class Arrivals>
-PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds,
-                PumpTables& tables) {
-    PumpResult result;
-    auto& completions = tables.completions;
-    for (std::uint32_t round = 0; round < rounds; ++round) {
-        const std::size_t count = provider.poll(std::span<Completion>(completions), arrivals);
-        for (std::size_t i = 0; i < count; ++i) engine.on_completion(completions[i], now);
-        result.completions += static_cast<std::uint32_t>(count);
-        if (count < completions.size()) break;
-    }
-    // Who was stopped, or in a long compile, finds completions of long ago: they are taken before deadlines are judged.
-    if (engine.has_caught_up(result.completions)) engine.step(now);
-    pump_posts(engine, provider, now, rounds, tables, result);
-    return result;
-}
-
 template <class AnyProvider, class Arrivals>
 PumpResult pump(Engine& engine, AnyProvider& provider, Arrivals& arrivals, TimeNs now, std::uint32_t rounds = 4) {
     PumpTables tables;
-    return pump(engine, provider, arrivals, now, rounds, tables);
+    PumpResult result;
+    pump_polls(engine, provider, arrivals, now, rounds, tables, result);
+    pump_posts(engine, provider, now, rounds, tables, result);
+    return result;
 }
 
 }  // namespace expertwire

@@ -86,15 +86,14 @@ struct QueuePair {
     std::uint32_t ready_tail = no_index;
     std::uint32_t ready_cursor = no_index;
     std::uint32_t bulk_window = 0;  // of a bulk lane, which is served after all others; else 0
-    TimeNs bulk_taken_ns = 0;
-    std::uint32_t counted = 0;    // slots that count against the window (SPEC T2)
-    std::uint32_t in_flight = 0;  // posted and not finished, quarantined ones included
-    std::uint32_t entries = 0;    // operations accepted and not retired, both lines
-    TimeNs again_since = 0;       // first AGAIN since the last accepted post
-    std::uint32_t arriving = 0;   // scratch of submit(): operations that the request being checked brings
-    bool overdue = false;         // scratch of step(): something on it has just passed the hard deadline
-    bool pushed_back = false;     // the provider said AGAIN and has accepted nothing since
-    bool dirty = false;           // in the engine's list of lanes to look at
+    std::uint32_t counted = 0;      // slots that count against the window (SPEC T2)
+    std::uint32_t in_flight = 0;    // posted and not finished, quarantined ones included
+    std::uint32_t entries = 0;      // operations accepted and not retired, both lines
+    TimeNs again_since = 0;         // first AGAIN since the last accepted post
+    std::uint32_t arriving = 0;     // scratch of submit(): operations that the request being checked brings
+    bool overdue = false;           // scratch of step(): something on it has just passed the hard deadline
+    bool pushed_back = false;       // the provider said AGAIN and has accepted nothing since
+    bool dirty = false;             // in the engine's list of lanes to look at
     std::uint32_t next_dirty = no_index;
 
     Line& line(LineKind kind) { return lines[static_cast<std::size_t>(kind)]; }

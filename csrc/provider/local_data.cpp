@@ -14,10 +14,10 @@
 namespace expertwire::local {
 namespace {
 
-constexpr std::uint64_t kAtOnceBytes = 64 * 1024;    // copied by the post itself: ~10 µs
-constexpr std::uint64_t kQuantumBytes = 128 * 1024;  // copied by one poll, so that a turn stays short
-constexpr int kDatagramsMax = 64;                    // taken by one poll
-constexpr std::uint32_t kLookEvery = 64;             // polls; a sender may have died between its datagram and its count
+constexpr std::uint64_t kAtOnceBytes = 64 * 1024;   // copied by the post itself: ~10 µs
+constexpr std::uint64_t kQuantumBytes = 64 * 1024;  // copied by one poll, so that a turn stays short
+constexpr int kDatagramsMax = 64;                   // taken by one poll
+constexpr std::uint32_t kLookEvery = 64;            // polls; a sender may have died between its datagram and its count
 
 // Our word in a peer's mailbox while we touch a region of its; true while the key is the current one, and we are not
 // fenced off.

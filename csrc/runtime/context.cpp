@@ -178,6 +178,10 @@ const ContextOptions& Context::options() const {
 const Capabilities& Context::capabilities() const {
     return state_->capabilities;
 }
+bool Context::forked() const {
+    return state_->fork_mark.forked();
+}
+
 bool Context::closed() const {
     return state_->life.load(std::memory_order_acquire) != Life::open;
 }

@@ -47,9 +47,9 @@ struct ContextOptions {
     // The provider's endpoints. Lanes on the first one are for what is small; those on the others are bulk lanes: what
     // goes over them is cut into chunks, of which few are in flight, so that little stands before what is small.
     std::uint32_t endpoints = 1;
-    std::uint64_t bulk_chunk_bytes = 64 * 1024;
-    TimeNs bulk_hold_ns = 250'000;        // beside small work a bulk lane posts once in so long; 0: at any time
-    std::uint32_t bulk_window = 4;        // chunks in flight on a bulk lane, where nothing small goes to that peer
+    std::uint64_t bulk_chunk_bytes = 256 * 1024;  // half of it where small work has met bulk not long ago
+    TimeNs bulk_hold_ns = 250'000;                // beside small work one chunk in so long; 0: at any time
+    std::uint32_t bulk_window = 4;                // chunks in flight on a bulk lane; 1 where small work has met bulk
     std::uint32_t requests_max = 4096;    // requests alive at one time, finished ones that nobody released included
     std::uint32_t counters = 0;           // 64-bit signal words of region "counters" (SPEC T9)
     TimeNs timeout_ns = 100'000'000'000;  // SPEC T19: the default of every wait
@@ -111,6 +111,7 @@ class Context {
     const ContextOptions& options() const;
     const Capabilities& capabilities() const;
     bool closed() const;
+    bool forked() const;  // this is a child of the process that made it
 
     // Throws Failure(state) in a forked child (SPEC T21) or after close(). First line of every entry point of bind/.
     void check_usable() const;  // [control]

@@ -82,6 +82,7 @@ bool holds_news(const PeerRecord& peer, const Liveness::Own& own) {
 bool ContextState::turn(TimeNs budget_ns, Ticket until) {
     TimeNs now = now_ns();
     const TimeNs end = now + budget_ns;
+    const std::uint64_t small_seen = engine->small_ended();
     bool moved = false;
     reap(now);
     moved = advance_replacement(now);
@@ -91,15 +92,19 @@ bool ContextState::turn(TimeNs budget_ns, Ticket until) {
     if (barriers_due && again) send_barriers(now);
     while (true) {
         Observed observed(*this, now);
-        const PumpResult result = pump(*engine, observed, arrivals_scratch, now, 1, pump_tables);
+        PumpResult result;
+        pump_polls(*engine, observed, arrivals_scratch, now, 1, pump_tables, result);
+        // Who waits for what is small sees it before a chunk of bulk is posted, which takes longer than small ones do.
+        const bool small_ended = engine->small_ended() != small_seen;
+        pump_posts(*engine, observed, now, 1, pump_tables, result, !small_ended);
         starved = result.again > 0;
         bulk_held = engine->bulk_held();
         const bool arrived = !arrivals_scratch.empty();
         if (arrived) collect_arrivals();
         moved = moved || result.moved() || arrived;
-        if (!result.moved() || (until.valid() && engine->status(until) != Status::pending)) break;
+        if (!result.moved() || small_ended || (until.valid() && engine->status(until) != Status::pending)) break;
         now = now_ns();
-        if (now >= end) break;
+        if (now >= end || token.wanted()) break;
     }
     ++counters.turns;
     if (moved) {
@@ -151,8 +156,9 @@ bool ContextState::is_bulk(std::uint32_t rank, QueuePairId queue_pair) const {
 Engine::Submitted ContextState::submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
                                        std::span<const ControlSpec> controls, Level level, TimeNs now) {
     const std::uint64_t most = std::max<std::uint64_t>(capabilities.message_bytes_max, 1);
+    const std::uint64_t bulk_bytes = options.bulk_chunk_bytes / (engine->bulk_wary(now) ? 2 : 1);
     const auto limit_of = [&](const ChunkSpec& chunk) {
-        return is_bulk(rank, chunk.queue_pair) ? std::min(most, options.bulk_chunk_bytes) : most;
+        return is_bulk(rank, chunk.queue_pair) ? std::min(most, bulk_bytes) : most;
     };
     std::vector<ChunkSpec> pieces;
     if (std::any_of(chunks.begin(), chunks.end(),

@@ -116,7 +116,7 @@ void ProgressThread::work(ContextState& state) {
 }
 
 bool ProgressThread::caller_active(const ContextState& state) {
-    return state.helpers.load(std::memory_order_seq_cst) > 0 ||
+    return state.helpers.load(std::memory_order_seq_cst) > 0 || state.token.held() ||
            now_ns() - state.last_help_ns.load(std::memory_order_relaxed) < caller_stays_ns;
 }
 
@@ -131,8 +131,6 @@ void ProgressThread::park(ContextState& state) {
         nap(park_told_ns);
     else if (caller_active(state))
         nap(park_ns_);
-    else if (state.token.held())
-        nap(caller_stays_ns);
     parked_.store(false, std::memory_order_seq_cst);
     if (!caller_active(state))
         park_ns_ = caller_stays_ns;  // slept past its going

@@ -18,6 +18,7 @@ class Token {
     bool take_until(
         TimeNs deadline_ns);  // spins briefly, then sleeps until given back or the deadline (monotonic clock)
     void give();
+    bool wanted() const { return word_.load(std::memory_order_relaxed) == 2; }  // somebody sleeps for it
     bool held() const { return word_.load(std::memory_order_relaxed) != 0; }
 
   private:

@@ -49,13 +49,45 @@ class Request:
 
 class PreparedRequest:
     """
-    A request whose chunks have been checked, to be submitted as often as one likes.
+    A request whose chunks have been checked, submitted as often as one likes, one at a time.
+    Dropping it gives the handle up, never the memory it still uses.
     """
 
-    def submit(self, notification: bytes | None, timeout_ms: int, later: bool) -> Request:
+    def submit(self, notification: bytes | None, timeout_ms: int, later: bool) -> int | None:
         """
-        Once more. notification: bytes or None, sent once all of it is there. later: nothing is posted by this call.
-        Chunks are checked again where regions or peers have changed. Otherwise as Context.submit().
+        Once more; status(), or None where it is on its way or was released. notification: bytes or None, sent once all
+        of it is there. later: nothing is posted by this call. Chunks are checked again where regions or peers have
+        changed. Otherwise as Context.submit().
+        """
+
+    def status(self) -> int:
+        """
+        0 ok, 1 pending, -1 never submitted, -2 released, else the number of its failure (Context.status_name).
+        """
+
+    def turn(self) -> int:
+        """Help the engine for at most 20 us if nobody does, then status()."""
+
+    def wait(self, timeout_ms: int) -> int:
+        """
+        status() once it has ended, or 1 when the deadline passed: it then still owns its memory.
+        """
+
+    def cancel(self) -> None:
+        """Of what is on its way, where nothing of it was posted; else nothing."""
+
+    def release(self) -> bool:
+        """It will not be submitted again. False: it is on its way."""
+
+    @property
+    def code(self) -> int:
+        """The provider's number behind its failure, or 0."""
+
+    @property
+    def times(self) -> tuple[int, int, int, int]:
+        """
+        In ns: when its submission began (CLOCK_MONOTONIC), how long that took, the same of CLOCK_REALTIME, and when its
+        end was seen (0: not yet).
         """
 
 def status_name(status: int) -> str:

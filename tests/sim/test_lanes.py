@@ -78,43 +78,76 @@ def test_bulk_is_not_starved_where_small_lanes_want_every_slot() -> None:
     assert engine.invariants() == ""
 
 
-def test_beside_small_work_bulk_goes_in_steps() -> None:
-    """One chunk in each hold, however many small ones come and go; one at a time where a small one was not long ago; then its window."""
+def held_probe() -> Any:
     engine = probe(bulk_hold_ns=500_000, hard_timeout_ns=1_000_000_000)
     engine.advance(100_000_000)
+    return engine
+
+
+def finish(engine: Any, posted: list[tuple[int, int]]) -> int:
+    """All of them, and how many there were."""
+    for ticket, _ in posted:
+        engine.complete(ticket)
+    return len(posted)
+
+
+def test_bulk_waits_for_one_small_and_goes_on_when_that_has_ended() -> None:
+    engine = held_probe()
+    engine.submit(0, [BULK] * 4)
+    _, small = engine.submit(1, [SMALL])
+    only = engine.post()
+    assert len(only) == 1, "no chunk to any peer beside it"
+    engine.advance(400_000)
+    assert engine.post() == []
+    finish(engine, only)
+    assert engine.status(small) == "ok"
+    assert len(engine.post()) == 1, "at once, one a take"
+    assert len(engine.post()) == 1, "and its window"
+    assert engine.post() == []
+    assert engine.invariants() == ""
+
+
+def test_beside_a_stream_of_small_work_bulk_goes_in_steps() -> None:
+    """One chunk in each hold, however many small ones come and go; then its window."""
+    engine = held_probe()
     _, bulk = engine.submit(0, [BULK] * 20)
     steps = []
     for turn in range(200):  # a small write each 10 us
         _, small = engine.submit(0, [SMALL])
-        posted = engine.post()
-        if len(posted) > 1:
+        if finish(engine, engine.post()) > 1:
             steps.append(turn)
-            assert engine.lane(0, BULK)["in_flight"] == 1
-        for ticket, _ in posted:
-            engine.complete(ticket)
         assert engine.status(small) == "ok"
         engine.advance(10_000)
-    assert steps == [0, 50, 100, 150]
+    assert steps == [51, 101, 151], "the second small one makes it a stream"
     engine.advance(100_000)
-    for _ in range(6):
-        ((ticket, _),) = engine.post()
-        engine.complete(ticket)
-    engine.advance(20_000_000)
-    while posted := engine.post():
-        assert len(posted) == 2
-        for ticket, _ in posted:
-            engine.complete(ticket)
+    took = []
+    while posted := engine.post() + engine.post():
+        took.append(finish(engine, posted))
+    assert took == [2] * 8 + [1], "what the three steps left"
     assert engine.status(bulk) == "ok"
     assert engine.idle()
 
 
-def test_small_work_for_one_peer_holds_no_bulk_for_another() -> None:
-    engine = probe(bulk_hold_ns=500_000, hard_timeout_ns=1_000_000_000)
-    engine.advance(100_000_000)
-    engine.submit(1, [BULK] * 4)
-    for _ in range(2):
-        engine.submit(0, [SMALL])
-        posted = engine.post()
-        assert len(posted) == 3
-        for ticket, _ in posted:
-            engine.complete(ticket)
+def test_where_a_small_one_has_met_bulk_the_next_meets_no_more_than_one_chunk() -> None:
+    engine = held_probe()
+    engine.submit(0, [BULK] * 20)
+    met = engine.post() + engine.post()
+    engine.submit(1, [SMALL])
+    assert finish(engine, met + engine.post()) == 3
+    for _ in range(4):
+        one = engine.post()
+        assert engine.post() == [], "for 20 ms its window is one"
+        assert finish(engine, one) == 1
+    engine.advance(20_000_000)
+    assert finish(engine, engine.post() + engine.post()) == 2
+
+
+def test_a_small_one_that_does_not_end_holds_nobody_for_long() -> None:
+    engine = held_probe()
+    engine.submit(1, [SMALL])
+    engine.post()
+    engine.submit(0, [BULK] * 4)
+    assert engine.post() == []
+    engine.advance(1_000_000)
+    assert len(engine.post() + engine.post()) == 2
+    assert engine.invariants() == ""

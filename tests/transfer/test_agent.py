@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused_by_name(pair: Group) -> None:
         "StateError: a prepared list of 1 descriptors was released",
         "InvalidArgumentError: a notification has 9000 bytes",
         "NotPostedError: the WRITE of 1 descriptors, 64 bytes, with agent 'b' was never posted",
-        "StateError: a transfer that is released cannot post",
+        "StateError: the WRITE of 1 descriptors, 64 bytes, with agent 'b' was released",
         "NotFoundError: descriptor 0 (64 bytes at",
         "InvalidArgumentError: agent 'a' needs no card",
         "InvalidArgumentError: a notification has 9000 bytes",

@@ -10,12 +10,13 @@ import numpy
 import pytest
 import torch
 
-from expertwire.errors import InvalidArgumentError, InvalidTypeError, NotFoundError, StateError
+from expertwire.errors import InvalidArgumentError, InvalidTypeError, NotFoundError
+from expertwire.fabric import Status
 from expertwire.transfer.areas import AreaTable
 from expertwire.transfer.card import Area, Card, Door
 from expertwire.transfer.descriptors import Descriptors
 from expertwire.transfer.runs import Runs, indices_of, same_lengths
-from expertwire.transfer.states import TRANSITIONS, TransferEvent, TransferState, advance
+from expertwire.transfer.states import NEVER_POSTED, RELEASED, TransferState, state_of
 
 ROWS = [(4096, 64, 0), (8192, 128, 3), (1, 1, 0)]
 
@@ -179,16 +180,13 @@ def test_two_sides_have_to_pair() -> None:
             same_lengths(lengths(*mine), lengths(*theirs))
 
 
-def test_every_step_of_a_transfer_is_in_the_table_or_refused() -> None:
-    for state, event in itertools.product(TransferState, TransferEvent):
-        if (state, event) in TRANSITIONS:
-            assert advance(state, event) is TRANSITIONS[state, event]
-        else:
-            with pytest.raises(StateError, match=f"{state.value} cannot {event.value}"):
-                advance(state, event)
-    ends = {TransferState.DONE, TransferState.FAILED}
-    assert {state for (state, event) in TRANSITIONS if event is TransferEvent.POST} == {TransferState.READY, *ends}
-    assert (TransferState.ACTIVE, TransferEvent.RELEASE) not in TRANSITIONS, "who is active owns its memory"
+def test_every_status_of_the_core_is_a_state() -> None:
+    failures = set(Status) - {Status.OK, Status.PENDING}
+    assert {state_of(status) for status in failures} == {TransferState.FAILED}
+    assert state_of(Status.OK) is TransferState.DONE
+    assert state_of(Status.PENDING) is TransferState.ACTIVE
+    assert state_of(NEVER_POSTED) is TransferState.READY
+    assert state_of(RELEASED) is TransferState.RELEASED
 
 
 def test_cards_hold_what_they_may_and_merge() -> None:

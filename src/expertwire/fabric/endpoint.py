@@ -53,9 +53,9 @@ class Endpoint:
 
         `endpoints`: of the provider, each with connections of its own; lane i is on endpoint i % endpoints. Lanes off the first one are for
         bulk: what goes over them is cut into chunks of `bulk_chunk_bytes`, of which `bulk_window` are in flight at a time on each lane, so
-        that a small write on lane 0 does not stand behind megabytes. While small work goes to a peer a bulk lane has one chunk in flight,
-        and begins at most one in `bulk_hold_us` microseconds (0: its whole window, at any time). `write()` and `read()` choose the lane
-        by size.
+        that a small write on lane 0 does not stand behind megabytes. While small work is on its way, to whichever peer, no chunk is begun,
+        and in a stream of it one in `bulk_hold_us` microseconds (0: at any time); for 20 ms after it has met bulk a bulk lane has one chunk
+        in flight, and what is submitted then is cut half as large. `write()` and `read()` choose the lane by size.
 
         A peer on another host that has not been heard for `silence_ms` is dead. At most `requests_max` requests are kept, of
         `operations_max` chunks and controls beside those in flight.
@@ -310,7 +310,7 @@ class Endpoint:
         not in its region.
         """
         native = self.native.prepare_arrays(peer, kind, locals_, offsets, remotes, remote_offsets, lengths, lane)
-        return PreparedRequest(self, native, kind)
+        return PreparedRequest(self, native, kind, peer)
 
     # ---- waits
 

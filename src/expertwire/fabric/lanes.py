@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["BULK_CHUNK_BYTES", "BULK_HOLD_US", "BULK_WINDOW", "SMALL_BYTES_MAX", "lane_for"]
 
 SMALL_BYTES_MAX = 16_384  # what is larger is no longer a matter of latency: its own bytes take longer than the way
-BULK_CHUNK_BYTES = 65_536
+BULK_CHUNK_BYTES = 262_144
 BULK_WINDOW = 4
 BULK_HOLD_US = 250
 

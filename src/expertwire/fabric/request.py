@@ -123,7 +123,7 @@ class Request:
         limit = self._endpoint.timeout_ms if timeout_ms is None else timeout_ms
         status = self._native.wait(limit)
         if status == _PENDING:
-            raise self._late(limit)
+            raise self.late(limit)
         if status != _OK:
             self._check()
 
@@ -143,11 +143,9 @@ class Request:
             await self._endpoint.watcher().wait(self)
         self._check()
 
-    def _late(self, limit_ms: int) -> ExpertwireError:
-        return DeadlineError(
-            f"the {self._what} with rank {self.peer} over {self._endpoint.provider} has not ended after {limit_ms} ms; "
-            f"it keeps its memory: wait again, remove_peer({self.peer}), or close the endpoint"
-        )
+    def late(self, limit_ms: int) -> ExpertwireError:
+        """What is raised where it has not ended in time."""
+        return late(self._endpoint, self._what, self.peer, limit_ms)
 
     def _check(self) -> None:
         status = self.status()
@@ -168,20 +166,38 @@ class Request:
 
 
 class PreparedRequest:
-    """Chunks to one peer that have been checked: `Endpoint.prepare_arrays()`. Dropping it ends nothing that was submitted."""
+    """Chunks to one peer that have been checked (`Endpoint.prepare_arrays()`), submitted as often as one likes, one at a time.
 
-    def __init__(self, endpoint: Endpoint, native: NativePrepared, what: str) -> None:
+    `native` is what is called where each microsecond counts; its statuses are those of `Status`, or -1 (never submitted), -2 (released).
+    """
+
+    def __init__(self, endpoint: Endpoint, native: NativePrepared, what: str, peer: int) -> None:
         self._endpoint = endpoint
-        self._native = native
+        self.native = native
         self._what = what
+        self._peer = peer
 
-    def submit(self, notification: bytes | None = None, *, later: bool = False, timeout_ms: int | None = None) -> Request:
-        """Once more; `notification` follows once all of it is there. `later`: this call costs bookkeeping only, nothing is posted by it.
+    @property
+    def done(self) -> bool:
+        """Whether it is not on its way."""
+        return self.native.status() != _PENDING
 
-        Waits and raises as `Endpoint.submit()`; `InvalidArgumentError` where a region has been closed since.
-        """
-        limit = self._endpoint.timeout_ms if timeout_ms is None else timeout_ms
-        return Request(self._endpoint, self._native.submit(notification, limit, later), self._what)
+    async def ended(self) -> None:
+        """Until it is not on its way any more. Raises `DeadlineError` after the endpoint's timeout."""
+        if self.native.turn() == _PENDING:
+            await self._endpoint.watcher().wait(self)
+
+    def late(self, limit_ms: int) -> ExpertwireError:
+        """What is raised where it has not ended in time."""
+        return late(self._endpoint, self._what, self._peer, limit_ms)
+
+
+def late(endpoint: Endpoint, what: str, peer: int, limit_ms: int) -> ExpertwireError:
+    """In words: it has not ended in time, and what can be done."""
+    return DeadlineError(
+        f"the {what} with rank {peer} over {endpoint.provider} has not ended after {limit_ms} ms; "
+        f"it keeps its memory: wait again, remove_peer({peer}), or close the endpoint"
+    )
 
 
 class Watcher:
@@ -191,9 +207,9 @@ class Watcher:
         self._endpoint = endpoint
         self._loop = loop
         self._fd = -1
-        self._waiting: dict[asyncio.Future[None], Request] = {}
+        self._waiting: dict[asyncio.Future[None], Request | PreparedRequest] = {}
 
-    async def wait(self, request: Request) -> None:
+    async def wait(self, request: Request | PreparedRequest) -> None:
         """Until the request has ended. Raises `DeadlineError` after the endpoint's timeout."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._open()
@@ -204,7 +220,7 @@ class Watcher:
         try:
             while not request.done:  # looked at after the watch is open: what ended before has been seen
                 if self._loop.time() >= deadline:
-                    raise request._late(self._endpoint.timeout_ms)
+                    raise request.late(self._endpoint.timeout_ms)
                 await asyncio.wait([future], timeout=min(_RECHECK_S, deadline - self._loop.time()))
         finally:
             del self._waiting[future]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -23,10 +22,10 @@ from expertwire.errors import (
 )
 from expertwire.fabric import Status
 from expertwire.fabric.lanes import lane_for
-from expertwire.transfer.states import TransferEvent, TransferState, advance
+from expertwire.transfer.states import ACTIVE, DONE, NEVER_POSTED, RELEASED, TransferState, state_of
 
 if TYPE_CHECKING:
-    from expertwire.fabric import Endpoint, Region, Request
+    from expertwire.fabric import Endpoint, Region
     from expertwire.fabric.request import PreparedRequest
     from expertwire.transfer.descriptors import Descriptors
     from expertwire.transfer.memory import Found
@@ -37,6 +36,7 @@ __all__ = ["LANES", "NOTIFICATION", "Prepared", "Transfer", "check_notification"
 
 LANES = 2  # to a peer, each with an endpoint to itself: one for what is small
 NOTIFICATION = b"\x01"  # the kind of message: before each, so that an empty one is one too
+_ACTIVE, _DONE = TransferState.ACTIVE, TransferState.DONE  # an enum's own look-up costs more than the rest of a check
 _DEATH_LOOKED_FOR_NS = 200_000_000  # a transfer that young is not asked whether its peer has died
 
 _HINTS = {
@@ -100,22 +100,48 @@ class Transfer:
         self.operation, self.agent = operation, peer.name
         self.nbytes, self.descriptor_count, self.run_count = int(runs.lengths.sum()), descriptor_count, len(runs)
         self.notification = notification
-        self.posted_ns = self.post_duration_ns = self.start_wall_ns = 0
-        self.ended_ns: int | None = None
-        self.error: ExpertwireError | None = None
-        self._endpoint, self._peer, self._runs, self._regions = endpoint, peer, runs, regions
-        self._lane = lane_for(self.nbytes, endpoint.lanes, endpoint.lanes)
-        self._state = TransferState.READY
-        self._request: Request | None = None
-        self._prepared: PreparedRequest | None = None  # at the first post; the handle outlives the lists that it was made of
-        self._lock = threading.Lock()
+        self._attached = NOTIFICATION + notification if notification else None
+        self._endpoint, self._peer, self._regions = endpoint, peer, regions
+        lane = lane_for(self.nbytes, endpoint.lanes, endpoint.lanes)
+        self._later = lane > 0
+        self._failed: tuple[int, ExpertwireError] | None = None  # when what failed was posted, and why it failed
         self._process = os.getpid()
+        self._prepared = self._prepare(runs, lane)
+        self._native = self._prepared.native
+
+    def _prepare(self, runs: Runs, lane: int) -> PreparedRequest:
+        arrays = runs.locals_, runs.local_offsets, runs.remotes, runs.remote_offsets, runs.lengths
+        try:
+            return self._endpoint.prepare_arrays(self.operation.lower(), self._peer.number, *arrays, lane=lane)
+        except (InvalidArgumentError, StateError):  # what has changed since the lists were prepared
+            self._check_places()
+            raise
 
     def __repr__(self) -> str:
-        return f"Transfer({self._what()}: {self._state.value})"
+        return f"Transfer({self._what()}: {self.state().value})"
 
     def _what(self) -> str:
         return f"{self.operation} of {self.descriptor_count} descriptors, {self.nbytes} bytes, with agent {self.agent!r}"
+
+    @property
+    def posted_ns(self) -> int:
+        """When it was last posted, of `time.monotonic_ns()`; 0: never."""
+        return self._native.times[0]
+
+    @property
+    def post_duration_ns(self) -> int:
+        """How long that post took."""
+        return self._native.times[1]
+
+    @property
+    def start_wall_ns(self) -> int:
+        """When it was last posted, of `time.time_ns()`; 0: never."""
+        return self._native.times[2]
+
+    @property
+    def ended_ns(self) -> int | None:
+        """When its end was seen, of `time.monotonic_ns()`."""
+        return self._native.times[3] or None
 
     @property
     def stalled(self) -> bool:
@@ -124,173 +150,129 @@ class Transfer:
             return False
         return time.monotonic_ns() - self.posted_ns > self._endpoint.timeout_ms * 1_000_000
 
+    @property
+    def error(self) -> ExpertwireError | None:
+        """Why it failed, where the last post did."""
+        status, posted_ns = self._native.status(), self.posted_ns
+        if self._failed is not None and self._failed[0] == posted_ns:
+            return self._failed[1]
+        if state_of(status) is not TransferState.FAILED:
+            return None
+        self._failed = posted_ns, self._failure(Status(status))
+        return self._failed[1]
+
     def state(self) -> TransferState:
         """How it stands. One local load while it is on its way."""
-        request = self._request
-        if request is not None and (status := request.status()) is not Status.PENDING:
-            self._settle(request, status)
-        return self._state
+        return state_of(self._native.status())
 
     def post(self, notification: bytes = b"", timeout_ms: int | None = None) -> TransferState:
-        """Begin it, or begin it again. A `notification` that is not empty replaces the one that it has.
+        """Begin it, or begin it again: ACTIVE, or DONE where it has ended already. A `notification` that is not empty replaces its own.
 
-        Nothing of the work is done here. Where the tables are full it waits for room, up to `timeout_ms`. Raises `ActiveError` (on its
-        way), `NotFoundError` (the agent was removed, or memory deregistered), `PeerError`, `DeadlineError`, `TransferError`; then nothing
-        was taken, and it may be posted again.
+        Nothing of the work is done here where it is more than 16 KiB. Where the tables are full it waits for room, up to `timeout_ms`.
+        Raises `ActiveError` (on its way), `NotFoundError` (the agent was removed, or memory deregistered), `PeerError`, `DeadlineError`,
+        `TransferError`; then nothing was taken, and it may be posted again.
         """
-        begun = time.monotonic_ns()
-        with self._lock:
-            self._settle_locked()
-            if self._state is TransferState.ACTIVE:
-                self._require_own_process()
-                raise ActiveError(f"the {self._what()} is still on its way; wait for its end before it is posted again")
-            after = advance(self._state, TransferEvent.POST)
-            if notification:
-                self._check_notification(notification)
-                self.notification = notification
-            wall = time.time_ns()
-            self._request = self._submit(timeout_ms)
-            self._state, self.error, self.ended_ns = after, None, None
-            self.posted_ns, self.start_wall_ns = begun, wall
-            self.post_duration_ns = time.monotonic_ns() - begun
-            return self._state
-
-    def _submit(self, timeout_ms: int | None) -> Request:
+        attached = self._attached
+        if notification:
+            check_notification(self._endpoint, notification)
+            attached = NOTIFICATION + notification
         if self._peer.ended or self._peer.card is None:
             self._check_places()
-        attached = NOTIFICATION + self.notification if self.notification else None
         try:
-            if self._prepared is None:
-                self._prepared = self._prepare()
-            return self._prepared.submit(attached, later=self._lane > 0, timeout_ms=timeout_ms)
-        except (InvalidArgumentError, StateError):
-            # Memory that was deregistered, or a forked child: said in words here. Seldom, so not looked for before every post.
-            self._require_own_process()
-            self._check_places()
-            raise
-        except PeerError as error:
-            raise PeerError(f"the {self._what()} was not begun: {error}", self._peer.number) from None
-        except (CapacityError, DeadlineError, TransferError) as error:
-            raise type(error)(f"the {self._what()}, in {self.run_count} pieces, was not begun: {error}") from None
+            status = self._native.submit(attached, self._endpoint.timeout_ms if timeout_ms is None else timeout_ms, self._later)
+        except ExpertwireError as error:
+            raise self._not_begun(error) from None
+        if status is None:
+            raise self._not_free()
+        if notification:
+            self.notification, self._attached = notification, attached
+        return _DONE if status == DONE else _ACTIVE
 
-    def _prepare(self) -> PreparedRequest:
-        runs = self._runs
-        return self._endpoint.prepare_arrays(
-            self.operation.lower(),
-            self._peer.number,
-            runs.locals_,
-            runs.local_offsets,
-            runs.remotes,
-            runs.remote_offsets,
-            runs.lengths,
-            lane=self._lane,
-        )
+    def _not_begun(self, error: ExpertwireError) -> ExpertwireError:
+        if isinstance(error, PeerError):
+            return PeerError(f"the {self._what()} was not begun: {error}", self._peer.number)
+        if isinstance(error, CapacityError | DeadlineError | TransferError):
+            return type(error)(f"the {self._what()}, in {self.run_count} pieces, was not begun: {error}")
+        # Memory that was deregistered, or a forked child: seldom, so not looked for before every post.
+        self._require_own_process()
+        self._check_places()
+        return error
+
+    def _not_free(self) -> ExpertwireError:
+        if self.state() is TransferState.RELEASED:
+            return StateError(f"the {self._what()} was released")
+        return ActiveError(f"the {self._what()} is still on its way; wait for its end before it is posted again")
 
     def check(self) -> TransferState:
         """Help for at most 20 µs, then how it stands: ACTIVE or DONE. Raises `NotPostedError` before a post, and its error once it failed.
 
         Where its peer has died it raises `PeerError` though something may still be in flight: `state()` says whether memory may be reused.
         """
-        request = self._request
-        if request is None:
-            self._posted()
-        elif (status := request.poll()) is not Status.PENDING:
-            self._settle(request, status)
-        elif time.monotonic_ns() - self.posted_ns > _DEATH_LOOKED_FOR_NS and (why := self._death()):
-            raise PeerError(f"the {self._what()} still owns its memory, but the agent is dead: {why}", self._peer.number)
-        return self._outcome()
+        status = self._native.turn()
+        if status == DONE:
+            return _DONE
+        if status == ACTIVE:
+            if time.monotonic_ns() - self._native.times[0] > _DEATH_LOOKED_FOR_NS and (why := self._death()):
+                raise PeerError(f"the {self._what()} still owns its memory, but the agent is dead: {why}", self._peer.number)
+            return _ACTIVE
+        raise self._unfit(status)
 
     def wait(self, timeout_ms: int | None = None) -> None:
         """Return once it is DONE. Raises `DeadlineError` after `timeout_ms`: it is stalled, owns its memory, may be waited for again."""
-        request = self._posted()
-        if request is not None:
-            try:
-                request.wait(timeout_ms)
-            except ExpertwireError as error:
-                self._raise_if_active(request, error)
-            self._settle(request, request.status())
-        self._outcome()
+        limit_ms = self._endpoint.timeout_ms if timeout_ms is None else timeout_ms
+        try:
+            status = self._native.wait(limit_ms)
+        except ExpertwireError as error:
+            self._raise_if_active(error)
+            status = self._native.status()
+        if status == ACTIVE:
+            self._raise_if_active(self._prepared.late(limit_ms))
+        if status != DONE:
+            raise self._unfit(status)
 
     def __await__(self) -> Generator[object, None, None]:
         return self._wait_in_loop().__await__()
 
     async def _wait_in_loop(self) -> None:
-        request = self._posted()
-        if request is not None:
-            try:
-                await request
-            except ExpertwireError as error:
-                self._raise_if_active(request, error)
-            self._settle(request, request.status())
-        self._outcome()
+        try:
+            await self._prepared.ended()
+        except ExpertwireError as error:
+            self._raise_if_active(error)
+        if (status := self._native.status()) != DONE:
+            raise self._unfit(status)
 
     def release(self) -> None:
         """Give it up. Idempotent. On its way it is cancelled where nothing of it was posted; else `ActiveError`, and it stays valid."""
         self._require_own_process()
-        with self._lock:
-            if self._state is TransferState.RELEASED:
-                return
-            self._settle_locked()
-            if self._state is TransferState.ACTIVE:
-                assert self._request is not None
-                self._request.cancel()
-                self._settle_locked()
-            if self._state is TransferState.ACTIVE:
-                raise ActiveError(f"the {self._what()} is on its way and owns its memory; it cannot be let go before it has ended")
-            self._state = advance(self._state, TransferEvent.RELEASE)
+        if self._native.release():
+            return
+        self._native.cancel()
+        if not self._native.release():
+            raise ActiveError(f"the {self._what()} is on its way and owns its memory; it cannot be let go before it has ended")
 
     # ---- inside
-
-    def _posted(self) -> Request | None:
-        """The request where it is on its way. Raises where it never was."""
-        self._require_own_process()
-        with self._lock:
-            if self._state is TransferState.READY:
-                raise NotPostedError(f"the {self._what()} was never posted")
-            if self._state is TransferState.RELEASED:
-                raise StateError(f"the {self._what()} was released")
-            return self._request
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
             raise StateError(f"the {self._what()} belongs to process {self._process}, the parent of this forked one ({os.getpid()})")
 
-    def _outcome(self) -> TransferState:
-        if self._state is TransferState.FAILED and self.error is not None:
-            raise self.error
-        return self._state
+    def _unfit(self, status: int) -> ExpertwireError:
+        """What is raised where it neither is done nor on its way."""
+        if status == NEVER_POSTED:
+            return NotPostedError(f"the {self._what()} was never posted")
+        if status == RELEASED:
+            return StateError(f"the {self._what()} was released")
+        return self.error or StateError(f"the {self._what()} was posted again by another thread meanwhile")
 
-    def _raise_if_active(self, request: Request, error: ExpertwireError) -> None:
-        self._settle(request, request.status())
-        if self._state is not TransferState.ACTIVE:
+    def _raise_if_active(self, error: ExpertwireError) -> None:
+        if self.state() is not TransferState.ACTIVE:
             return
         text = f"the {self._what()} still owns its memory: {error}"
         raise PeerError(text, self._peer.number) if isinstance(error, PeerError) else type(error)(text)
 
-    def _settle(self, request: Request, status: Status) -> None:
-        with self._lock:
-            if self._request is request:  # else another thread was first, and the status is stale
-                self._end(request, status)
-
-    def _settle_locked(self) -> None:
-        request = self._request
-        if request is not None and (status := request.status()) is not Status.PENDING:
-            self._end(request, status)
-
-    def _end(self, request: Request, status: Status) -> None:
-        if status is Status.PENDING:
-            return
-        self.ended_ns = time.monotonic_ns()
-        if status is not Status.OK:
-            self.error = self._failure(request, status)
-        self._state = advance(self._state, TransferEvent.SUCCEED if status is Status.OK else TransferEvent.FAIL)
-        self._request = None
-        request.release()
-
-    def _failure(self, request: Request, status: Status) -> ExpertwireError:
+    def _failure(self, status: Status) -> ExpertwireError:
         message = f"the {self._what()} failed: {status.name.lower()}"
-        code = request.code
-        if code:
+        if code := self._native.code:
             message += f" (provider's code {code}: {os.strerror(code)})"
         if status in _HINTS:
             message += f"; {_HINTS[status]}"
@@ -320,9 +302,6 @@ class Transfer:
                 raise NotFoundError(
                     f"memory of this transfer ({region.bytes} bytes at {region.address:#x}) was deregistered since it was made"
                 )
-
-    def _check_notification(self, payload: bytes) -> None:
-        check_notification(self._endpoint, payload)
 
 
 def check_notification(endpoint: Endpoint, payload: bytes) -> None:

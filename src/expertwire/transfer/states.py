@@ -1,12 +1,12 @@
-"""The life of a transfer: every state, every event, one table. Pure."""
+"""The life of a transfer, as the core's numbers tell it. Pure: the steps between them are the core's, in one table there."""
 
 from __future__ import annotations
 
 import enum
 
-from expertwire.errors import StateError
+__all__ = ["ACTIVE", "DONE", "NEVER_POSTED", "RELEASED", "TransferState", "state_of"]
 
-__all__ = ["TRANSITIONS", "TransferEvent", "TransferState", "advance"]
+DONE, ACTIVE, NEVER_POSTED, RELEASED = 0, 1, -1, -2  # statuses of what is prepared; all others are failures
 
 
 class TransferState(enum.Enum):
@@ -21,33 +21,14 @@ class TransferState(enum.Enum):
     __hash__ = object.__hash__  # each is one object, and the enum's own hash costs more than the look-up
 
 
-class TransferEvent(enum.Enum):
-    """What may happen to one."""
-
-    POST = "post"
-    SUCCEED = "succeed"
-    FAIL = "fail"
-    RELEASE = "release"
-
-    __hash__ = object.__hash__
-
-
-TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
-    (TransferState.READY, TransferEvent.POST): TransferState.ACTIVE,
-    (TransferState.DONE, TransferEvent.POST): TransferState.ACTIVE,
-    (TransferState.FAILED, TransferEvent.POST): TransferState.ACTIVE,
-    (TransferState.ACTIVE, TransferEvent.SUCCEED): TransferState.DONE,
-    (TransferState.ACTIVE, TransferEvent.FAIL): TransferState.FAILED,
-    (TransferState.READY, TransferEvent.RELEASE): TransferState.RELEASED,
-    (TransferState.DONE, TransferEvent.RELEASE): TransferState.RELEASED,
-    (TransferState.FAILED, TransferEvent.RELEASE): TransferState.RELEASED,
-    (TransferState.RELEASED, TransferEvent.RELEASE): TransferState.RELEASED,
+_STATES = {
+    DONE: TransferState.DONE,
+    ACTIVE: TransferState.ACTIVE,
+    NEVER_POSTED: TransferState.READY,
+    RELEASED: TransferState.RELEASED,
 }
 
 
-def advance(state: TransferState, event: TransferEvent) -> TransferState:
-    """The state after `event`. Raises `StateError` where the table has no such step."""
-    found = TRANSITIONS.get((state, event))
-    if found is None:
-        raise StateError(f"a transfer that is {state.value} cannot {event.value}")
-    return found
+def state_of(status: int) -> TransferState:
+    """The state of a transfer whose status that is."""
+    return _STATES.get(status, TransferState.FAILED)

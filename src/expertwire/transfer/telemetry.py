@@ -24,10 +24,26 @@ class Measured(Protocol):
     operation: str
     nbytes: int
     run_count: int
-    posted_ns: int
-    post_duration_ns: int
-    start_wall_ns: int
-    ended_ns: int | None
+
+    @property
+    def posted_ns(self) -> int:
+        """When it was posted."""
+        ...
+
+    @property
+    def post_duration_ns(self) -> int:
+        """How long the post took."""
+        ...
+
+    @property
+    def start_wall_ns(self) -> int:
+        """When it was posted, since 1970."""
+        ...
+
+    @property
+    def ended_ns(self) -> int | None:
+        """When its end was seen."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
