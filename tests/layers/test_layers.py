@@ -256,7 +256,7 @@ def test_the_proxy_needs_neither_torch_nor_the_core() -> None:
 
 
 # In expertwire.proxy everything is pure but what stands in `http` and these: no socket, no loop, no clock.
-PROXY_EDGES = {"server", "admin", "log", "workers"}
+PROXY_EDGES = {"server", "admin", "log", "workers", "worker", "channel"}
 PROXY_IMPURE = {"asyncio", "socket", "ssl", "select", "signal", "threading", "os", "time", "datetime", "random", "secrets"}
 PROXY_IMPURE |= {"uvloop", "httptools"}
 

@@ -1,0 +1,1 @@
+"""The sockets of the proxy: what clients say, what servers say, and the deadlines of both."""

@@ -1,0 +1,557 @@
+"""The server's side: what clients send, held to its limits, and the replies, in the order of the requests.
+
+A client that closes its side has left, even if it could still read: a closed socket looks no different from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Final, Protocol, cast
+
+import httptools
+
+from expertwire.proxy import faults
+from expertwire.proxy.faults import Fault
+from expertwire.proxy.headers import Headers
+from expertwire.proxy.http import render
+from expertwire.proxy.http.wheel import NEVER, Timed, Wheel
+from expertwire.proxy.seam import Request
+
+LINGER_S: Final = 3.0  # after an answer that was given before all was read, until what is not read may reset the connection
+BODY_BYTES_PER_S: Final = 16_384  # a body's time grows by its bytes at this rate
+_RESET: Final = struct.pack("ii", 1, 0)  # socket(7), SO_LINGER: on, 0 s
+_SPECIAL: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"})
+_OF_UPGRADE: Final = frozenset({b"upgrade", b"connection", b"http2-settings"})
+
+
+@dataclass(frozen=True, slots=True)
+class FrontLimits:
+    """Of what clients may send, in bytes, numbers and seconds."""
+
+    head_bytes: int
+    headers: int
+    body_bytes: int
+    pipelined: int
+    connections: int
+    head_s: float
+    idle_s: float
+    stall_s: float
+
+
+class Service(Protocol):
+    """Who answers."""
+
+    limits: FrontLimits
+    wheel: Wheel
+    heads: render.Heads
+    fronts: set[Front]
+    stopping: bool
+
+    def open(self, front: Front, ask: Ask) -> Reply:
+        """The object that answers a request. Nothing is sent yet."""
+
+    def answer(self, reply: Reply) -> None:
+        """Begin to answer."""
+
+
+@dataclass(slots=True)
+class Ask:
+    """A request that is whole, and what its connection needs to know of it."""
+
+    request: Request
+    keep: bool
+    old: bool  # HTTP/1.0
+
+
+class Reading(IntEnum):
+    """What is expected from the client."""
+
+    IDLE = 0
+    HEAD = auto()
+    BODY = auto()
+    ENDED = auto()  # no more requests are taken
+    LINGERING = auto()  # the answer is out; what still comes is dropped
+    CLOSED = auto()
+
+
+class Stage(IntEnum):
+    """How far a reply is."""
+
+    OPEN = 0
+    BEGUN = auto()
+    OVER = auto()
+
+
+class Framing(IntEnum):
+    """How the end of a reply is told."""
+
+    NONE = 0  # it ends with its head
+    LENGTH = auto()
+    CHUNKED = auto()
+    UNTIL_CLOSE = auto()
+
+
+class RefusedError(ValueError):
+    """Stops httptools; what is wrong stands in `Front`."""
+
+
+class Reply:
+    """The answer to one request: `Port`'s half that faces the client."""
+
+    __slots__ = ("_framing", "front", "keep", "old", "request", "stage")
+
+    def __init__(self, front: Front, ask: Ask) -> None:
+        self.front: Front | None = front
+        self.request = ask.request
+        self.keep = ask.keep
+        self.old = ask.old
+        self.stage = Stage.OPEN
+        self._framing = Framing.LENGTH
+
+    def reply(self, status: int, headers: bytes, body: bytes) -> None:
+        """Port: a whole reply."""
+        front = self.front
+        if front is None or self.stage is not Stage.OPEN:
+            return
+        self.stage = Stage.OVER
+        start = front.service.heads.start(status)
+        if self.request.method == b"HEAD" or render.has_no_body(status):
+            data = b"%b%b%b\r\n" % (start, headers, self._ending(front))
+        else:
+            data = render.whole(start, headers, self._ending(front), body)
+        front.send(data)
+        front.replied(self)
+
+    def refuse(self, fault: Fault) -> None:
+        """A fault of ours as a whole reply."""
+        self.reply(fault.status, fault.header_lines(), fault.body())
+
+    def begin(self, status: int, headers: bytes, length: int | None) -> None:
+        """Port: the head of a reply."""
+        front = self.front
+        if front is None or self.stage is not Stage.OPEN:
+            return
+        self.stage = Stage.BEGUN
+        framing = b""
+        if length is not None:
+            framing = b"content-length: %d\r\n" % length
+            self._framing = Framing.LENGTH
+        elif not self.old:
+            framing = b"transfer-encoding: chunked\r\n"
+            self._framing = Framing.CHUNKED
+        else:
+            self.keep = False
+            self._framing = Framing.UNTIL_CLOSE
+        if render.has_no_body(status) or self.request.method == b"HEAD":
+            self._framing = Framing.NONE
+            if render.has_no_body(status):
+                framing = b""
+        front.send(b"%b%b%b%b\r\n" % (front.service.heads.start(status), headers, framing, self._ending(front)))
+
+    def write(self, data: bytes) -> None:
+        """Port: a piece of the body."""
+        front = self.front
+        if front is None or self.stage is not Stage.BEGUN or not data:
+            return
+        framing = self._framing
+        if framing is Framing.CHUNKED:
+            front.send(b"%x\r\n%b\r\n" % (len(data), data))
+        elif framing is not Framing.NONE:
+            front.send(data)
+
+    def finish(self) -> None:
+        """Port: the proper end."""
+        front = self.front
+        if front is None or self.stage is not Stage.BEGUN:
+            return
+        if self._framing is Framing.CHUNKED:
+            front.send(render.LAST_CHUNK)
+        self.stage = Stage.OVER
+        front.replied(self)
+
+    def abort(self, data: bytes) -> None:
+        """Port: an end that no client takes for one."""
+        front = self.front
+        if front is None or self.stage is Stage.OVER:
+            return
+        self.write(data)
+        self.stage = Stage.OVER
+        self.keep = False
+        front.replied(self, reset=self._framing is Framing.UNTIL_CLOSE)
+
+    def _ending(self, front: Front) -> bytes:
+        if front.service.stopping:
+            self.keep = False
+        if not self.keep:
+            return render.CLOSE
+        return render.KEEP if self.old else b""
+
+    # ---- what the connection tells
+
+    def gone(self, now: float) -> None:
+        """The client has left; nothing is sent any more."""
+        self.front = None
+
+    def pause(self) -> None:
+        """The client does not take what is sent."""
+
+    def resume(self) -> None:
+        """It takes it again."""
+
+
+class Front(asyncio.Protocol, Timed):
+    """One client's connection, and httptools' callbacks for it."""
+
+    __slots__ = (
+        "_begun_at",
+        "_expects",
+        "_fault",
+        "_fed",
+        "_head_bytes",
+        "_headers",
+        "_hosts",
+        "_loop",
+        "_measured",
+        "_parser",
+        "_pieces",
+        "_queue",
+        "_queued_bytes",
+        "_reading",
+        "_reply",
+        "_size",
+        "_target",
+        "_transport",
+        "_upgrade",
+        "peer",
+        "service",
+        "stalled",
+    )
+
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+        Timed.__init__(self)
+        self.service = service
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._reading = Reading.IDLE
+        self._fault: Fault | None = None
+        self._queue: deque[Ask | Fault] = deque()
+        self._queued_bytes = 0
+        self._fed = 0  # bytes of the piece that is being read
+        self._reply: Reply | None = None
+        self._begun_at = 0.0
+        self.stalled = False
+        self.peer = ""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._target = b""
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._hosts = 0
+        self._measured = False  # a length, or chunks: a body follows
+        self._expects = False
+        self._upgrade = False
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    # ---- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Asyncio: a client is here."""
+        self._transport = cast(asyncio.Transport, transport)
+        service = self.service
+        peer = transport.get_extra_info("peername")
+        self.peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        if len(service.fronts) >= service.limits.connections or service.stopping:
+            fault = faults.stopping() if service.stopping else faults.busy(service.limits.connections, 1)
+            service.fronts.add(self)
+            self._answer_fault(fault)
+            return
+        service.fronts.add(self)
+        self._await(service.limits.idle_s, time.monotonic())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Asyncio: it is closed."""
+        self._reading = Reading.CLOSED
+        self._transport = None
+        self.due = NEVER
+        self.service.fronts.discard(self)
+        self._leave()
+
+    def eof_received(self) -> bool | None:
+        """Asyncio: the client sends no more, and so it has left."""
+        if self._reply is not None or self._queue:
+            self.drop()
+        else:
+            self._reading = Reading.ENDED
+            self._await(LINGER_S, time.monotonic())
+        return None
+
+    def pause_writing(self) -> None:
+        """Asyncio: the client reads too slowly."""
+        self.stalled = True
+        self._await(self.service.limits.stall_s, time.monotonic())
+        if self._reply is not None:
+            self._reply.pause()
+
+    def resume_writing(self) -> None:
+        """Asyncio: it has caught up."""
+        self.stalled = False
+        if self._reply is not None:
+            self.due = NEVER
+            self._reply.resume()
+        elif self._reading < Reading.ENDED:
+            self._await(self.service.limits.idle_s, time.monotonic())
+
+    def data_received(self, data: bytes) -> None:
+        """Asyncio: bytes of requests."""
+        if self._reading >= Reading.ENDED:
+            return
+        self._fed = len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._without_upgrade(data, upgrade)
+        except httptools.HttpParserError as error:
+            self._bad(error)
+        if self._reading is Reading.HEAD and self._fault is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.service.limits.head_bytes:
+                self._fault = faults.head_too_large(self.service.limits.head_bytes)
+        if self._fault is not None and self._reading < Reading.ENDED:
+            self._reading = Reading.ENDED
+            self._queue.append(self._fault)
+        if self._reply is not None:
+            self._hold_back()
+        elif self._queue:
+            self._next()
+        elif self._reading is not Reading.IDLE:
+            self._await_rest(time.monotonic())
+
+    # ---- reading
+
+    def _await(self, seconds: float, now: float) -> None:
+        self.due = now + seconds
+        self.service.wheel.watch(self, now)
+
+    def _await_rest(self, now: float) -> None:
+        """More of a request must come; the time for it counts from its first byte."""
+        if self._begun_at == 0.0:
+            self._begun_at = now
+        self.due = self._begun_at + self.service.limits.head_s + self._size / BODY_BYTES_PER_S
+        self.service.wheel.watch(self, now)
+
+    def _hold_back(self) -> None:
+        """Read no more while as many requests wait as may. Until one is answered a client that leaves is not noticed."""
+        limits = self.service.limits
+        if (len(self._queue) >= limits.pipelined or self._queued_bytes > limits.body_bytes) and self._transport is not None:
+            self._transport.pause_reading()
+
+    def _bad(self, error: Exception) -> None:
+        if self._fault is None and self._reading < Reading.ENDED:
+            self._fault = faults.bad_request(f"the request is not valid HTTP/1.1: {error}")
+
+    def _without_upgrade(self, data: bytes, upgrade: httptools.HttpParserUpgrade | None) -> None:
+        """We speak HTTP/1.1 only: read the same request as if it had not offered anything else (RFC 9110, 7.8)."""
+        while upgrade is not None:
+            lines = [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in _OF_UPGRADE]
+            head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self._parser.get_method(), self._target, b"".join(lines))
+            data = head + data[upgrade.args[0] :]
+            upgrade = None
+            self._clear()
+            self._reading = Reading.IDLE
+            self._parser = httptools.HttpRequestParser(self)
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as another:
+                upgrade = another
+            except httptools.HttpParserError as error:
+                self._bad(error)
+
+    def _refuse(self, fault: Fault) -> None:
+        self._fault = fault
+        raise RefusedError
+
+    def on_message_begin(self) -> None:
+        """Httptools: the first byte of a request."""
+        if self._reading is Reading.ENDED:
+            raise RefusedError
+        self._reading = Reading.HEAD
+
+    def on_url(self, url: bytes) -> None:
+        """Httptools: (a part of) the target."""
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Httptools: a header; or a trailer, which is dropped."""
+        if self._reading is not Reading.HEAD:
+            return
+        name = name.lower()
+        self._headers.append((name, value))
+        if name in _SPECIAL:
+            self._special(name, value)
+
+    def _special(self, name: bytes, value: bytes) -> None:
+        if name == b"host":
+            self._hosts += 1
+        elif name == b"content-length":
+            self._measured = True
+            # httptools has refused what is no number, and a second one.
+            if int(value) > self.service.limits.body_bytes:
+                self._refuse(faults.too_large("the body", self.service.limits.body_bytes))
+        elif name == b"transfer-encoding":
+            self._measured = True
+            if value.lower() != b"chunked":
+                self._refuse(Fault(501, "invalid_request_error", "the only transfer coding that this server knows is chunked"))
+        elif name == b"expect":
+            if value.lower() != b"100-continue":
+                self._refuse(Fault(417, "invalid_request_error", "the only expectation that this server knows is 100-continue"))
+            self._expects = True
+        else:
+            self._upgrade = True
+
+    def on_headers_complete(self) -> None:
+        """Httptools: the head is whole."""
+        parser, limits, headers = self._parser, self.service.limits, self._headers
+        if len(headers) > limits.headers or (self._head_bytes + self._fed > limits.head_bytes and self._long_head()):
+            self._refuse(faults.head_too_large(limits.head_bytes))
+        version = parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            self._refuse(Fault(505, "invalid_request_error", "this server speaks HTTP/1.1 and HTTP/1.0"))
+        if self._hosts != 1 and (version == "1.1" or self._hosts):
+            self._refuse(faults.bad_request(f"the request has {self._hosts} Host headers; it needs one"))
+        if version == "1.0" and any(name == b"transfer-encoding" for name, _ in headers):
+            self._refuse(faults.bad_request("Transfer-Encoding does not exist in HTTP/1.0"))
+        if parser.get_method() == b"CONNECT":
+            self._refuse(Fault(405, "invalid_request_error", "this server opens no tunnels"))
+        self._reading = Reading.BODY
+        if self._expects and not self._upgrade and version == "1.1" and self._measured and self._reply is None and not self._queue:
+            self.send(render.CONTINUE)
+
+    def _long_head(self) -> bool:
+        """Counted exactly: other requests may have come with it."""
+        return len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers) > self.service.limits.head_bytes
+
+    def on_body(self, data: bytes) -> None:
+        """Httptools: a piece of the body."""
+        self._size += len(data)
+        if self._size > self.service.limits.body_bytes:
+            self._refuse(faults.too_large("the body", self.service.limits.body_bytes))
+        self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        """Httptools: a request is whole."""
+        if self._upgrade and self._reading is Reading.BODY and self._parser.should_upgrade():
+            return  # HttpParserUpgrade follows
+        parser, pieces = self._parser, self._pieces
+        body = b"".join(pieces) if len(pieces) != 1 else pieces[0]
+        keep = parser.should_keep_alive()
+        ask = Ask(Request(parser.get_method(), self._target, self._headers, body, self.peer), keep, parser.get_http_version() == "1.0")
+        self._queue.append(ask)
+        self._queued_bytes += self._size
+        self._begun_at = 0.0
+        self._clear()
+        self._reading = Reading.IDLE if keep else Reading.ENDED
+
+    # ---- answering
+
+    def _next(self) -> None:
+        """Take the next request, if nothing is being answered."""
+        if self._reply is not None or not self._queue or self._transport is None:
+            return
+        ask = self._queue.popleft()
+        if isinstance(ask, Fault):
+            self._answer_fault(ask)
+            return
+        self._queued_bytes -= len(ask.request.body)
+        self.due = NEVER
+        reply = self._reply = self.service.open(self, ask)
+        self.service.answer(reply)
+
+    def _answer_fault(self, fault: Fault) -> None:
+        """The last answer of this connection."""
+        self.send(render.whole(self.service.heads.start(fault.status), fault.header_lines(), render.CLOSE, fault.body()))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Nothing more is sent, but what still comes is read for a while: closing before would reset the connection, answer and all."""
+        self._reading = Reading.LINGERING
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+            self._await(LINGER_S, time.monotonic())
+
+    def send(self, data: bytes) -> None:
+        """Hand bytes to the transport, which collects those of one turn of the loop."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def replied(self, reply: Reply, reset: bool = False) -> None:
+        """A reply is over. `reset`: by a reset, for its end could be taken for a proper one."""
+        if self._reply is not reply:
+            return
+        self._reply = None
+        reply.front = None
+        if not reply.keep:
+            self._close(reset)
+            return
+        now = time.monotonic()
+        if self._queue:
+            if self._transport is not None:
+                self._transport.resume_reading()
+            self._loop.call_soon(self._next)
+        elif self.stalled:
+            self._await(self.service.limits.stall_s, now)
+        elif self._reading is Reading.IDLE:
+            self._await(self.service.limits.idle_s, now)
+        elif self._reading < Reading.ENDED:
+            self._await_rest(now)
+
+    def _close(self, reset: bool = False) -> None:
+        """Close once what was written is sent."""
+        self._queue.clear()
+        if self._transport is None:
+            return
+        if reset:
+            sock = self._transport.get_extra_info("socket")
+            if sock is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._transport.abort()
+            return
+        self._reading = Reading.ENDED
+        self._await(LINGER_S if not self.stalled else self.service.limits.stall_s, time.monotonic())
+        self._transport.close()
+
+    def close_if_idle(self) -> None:
+        """We stop: nothing is being answered here, so nothing need be."""
+        if self._reply is None and not self._queue and self._reading is Reading.IDLE:
+            self._close()
+
+    def drop(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._reading = Reading.CLOSED
+            self._transport.abort()
+        self._leave()
+
+    def _leave(self) -> None:
+        reply, self._reply = self._reply, None
+        self._queue.clear()
+        if reply is not None:
+            reply.gone(time.monotonic())
+
+    def expire(self, now: float) -> None:
+        """Timed: the client is too slow, or idle for too long."""
+        if self._reply is None and self._reading in (Reading.HEAD, Reading.BODY) and not self.stalled:
+            seconds = self.service.limits.head_s
+            self._answer_fault(faults.request_timeout("the request", seconds))
+        elif self._reply is None and self._reading is Reading.IDLE and not self.stalled:
+            self._close()
+        else:
+            self.drop()

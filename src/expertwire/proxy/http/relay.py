@@ -1,0 +1,180 @@
+"""One client request between its client and its servers: the whole of `Port`, and the way back of what servers say."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from expertwire.proxy import faults
+from expertwire.proxy.headers import Headers
+from expertwire.proxy.http.front import Ask, Front, Reply, Stage
+from expertwire.proxy.seam import Failure, Leg, Mode
+
+if TYPE_CHECKING:
+    from expertwire.proxy.conversation import Conversation
+    from expertwire.proxy.http.upstream import Pool
+    from expertwire.proxy.policy import Server
+
+
+class Host(Protocol):
+    """What a relay needs of its worker."""
+
+    def pool_of(self, server: Server) -> Pool:
+        """The connections to a server."""
+
+    def ended(self, relay: Relay) -> None:
+        """The client's part of a request is over."""
+
+    def broke(self, relay: Relay, error: Exception) -> None:
+        """The exchange has raised: a fault of the proxy, to be logged."""
+
+
+class Relay(Reply):
+    """`Port` for one exchange. Events are told to the exchange from the loop, never from within its own calls."""
+
+    __slots__ = ("_host", "exchange")
+
+    def __init__(self, host: Host, front: Front, ask: Ask) -> None:
+        super().__init__(front, ask)
+        self._host = host
+        self.exchange: Conversation | None = None  # none: answered by this process itself
+
+    def start(self, exchange: Conversation, now: float) -> None:
+        """Begin."""
+        self.exchange = exchange
+        try:
+            exchange.start(now)
+        except Exception as error:
+            self._broken(error, now)
+
+    # ---- Port, towards the servers
+
+    def call(self, leg: Leg) -> bool:
+        """Port: get a connection."""
+        pool = leg.server.pool
+        if pool is None:
+            pool = self._host.pool_of(leg.server)
+        now = time.monotonic()
+        connection = pool.take(now)
+        if connection is None:
+            pool.dial(leg, self, now)
+            return False
+        connection.assign(leg, self)
+        return True
+
+    def send(self, leg: Leg) -> None:
+        """Port: write the request."""
+        if leg.handle is not None:
+            leg.handle.send(leg)
+
+    def cancel(self, leg: Leg) -> None:
+        """Port: the leg is over."""
+        if leg.handle is not None:
+            leg.handle.cancel()
+
+    # ---- Port, towards the client
+
+    def reply(self, status: int, headers: bytes, body: bytes) -> None:
+        """Port: a whole reply."""
+        super().reply(status, headers, body)
+        self._host.ended(self)
+
+    def finish(self) -> None:
+        """Port: the proper end."""
+        super().finish()
+        self._host.ended(self)
+
+    def abort(self, data: bytes) -> None:
+        """Port: an end that is none."""
+        super().abort(data)
+        self._host.ended(self)
+
+    # ---- from the client's connection
+
+    def gone(self, now: float) -> None:
+        """The client has left: whatever leg is open is closed."""
+        self.front = None
+        if self.exchange is None:
+            return
+        try:
+            self.exchange.client_gone(now)
+        except Exception as error:  # a fault of ours may not become a leak
+            self._broken(error, now)
+        self._host.ended(self)
+
+    def pause(self) -> None:
+        """Read no more from the servers."""
+        for leg in self.exchange.open_legs if self.exchange is not None else ():
+            if leg.handle is not None:
+                leg.handle.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        for leg in self.exchange.open_legs if self.exchange is not None else ():
+            if leg.handle is not None:
+                leg.handle.resume()
+
+    # ---- from the servers' connections
+
+    def leg_ready(self, leg: Leg, now: float) -> None:
+        """There is a connection."""
+        try:
+            leg.exchange.leg_ready(leg, now)
+        except Exception as error:
+            self._broken(error, now)
+
+    def leg_head(self, leg: Leg, status: int, headers: Headers, now: float) -> Mode:
+        """An answer's head."""
+        try:
+            mode = leg.exchange.leg_head(leg, status, headers, now)
+        except Exception as error:
+            self._broken(error, now)
+            return Mode.WHOLE
+        if self.front is not None and self.front.stalled and leg.handle is not None:
+            leg.handle.pause()
+        return mode
+
+    def leg_data(self, leg: Leg, data: bytes, now: float) -> None:
+        """A piece of a stream."""
+        try:
+            out = leg.exchange.leg_data(leg, data, now)
+        except Exception as error:
+            self._broken(error, now)
+            return
+        if out is not None:
+            self.write(out)
+
+    def leg_over(self, leg: Leg, mode: Mode, body: bytes, now: float) -> None:
+        """A whole answer, or the proper end of a stream."""
+        try:
+            if mode is Mode.WHOLE:
+                leg.exchange.leg_body(leg, body, now)
+            else:
+                leg.exchange.leg_ended(leg, now)
+        except Exception as error:
+            self._broken(error, now)
+
+    def leg_failed(self, leg: Leg, failure: Failure, now: float) -> None:
+        """An end before the end."""
+        try:
+            leg.exchange.leg_failed(leg, failure, now)
+        except Exception as error:
+            self._broken(error, now)
+
+    def _broken(self, error: Exception, now: float) -> None:
+        """The exchange cannot go on. What it holds is let go, and the client is told that it was our fault."""
+        self._host.broke(self, error)
+        if self.stage is not Stage.OVER:
+            if self.stage is Stage.OPEN:
+                self.refuse(faults.internal())
+            else:
+                self.abort(b"")
+            self.front = None
+            if self.exchange is not None:
+                try:
+                    self.exchange.client_gone(now)
+                except Exception as second:
+                    self._host.broke(self, second)
+        for leg in list(self.exchange.open_legs if self.exchange is not None else ()):
+            if leg.handle is not None:
+                leg.handle.cancel()

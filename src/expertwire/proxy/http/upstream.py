@@ -1,0 +1,534 @@
+"""Connections to one server: kept ones, last in first out, and what an answer on one of them becomes for its leg.
+
+A connection that was kept and is closed before a byte of an answer came is told as STALE: whether the leg may be sent again is not decided
+here. Nothing here waits without a deadline; a leg that is cancelled leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import deque
+from enum import IntEnum, auto
+from typing import TYPE_CHECKING, Final, cast
+
+import httptools
+
+from expertwire.proxy.headers import Headers
+from expertwire.proxy.http.render import has_no_body
+from expertwire.proxy.http.wheel import NEVER, Timed, Wheel
+from expertwire.proxy.seam import Failure, Leg, Mode
+
+if TYPE_CHECKING:
+    from expertwire.proxy.http.relay import Relay
+    from expertwire.proxy.policy import Server
+
+_STATUS_MAX: Final = 599
+
+
+class Phase(IntEnum):
+    """Where a connection stands."""
+
+    OPENING = 0
+    IDLE = auto()  # kept for the next leg
+    HELD = auto()  # a leg has it and has written nothing
+    SENT = auto()  # the request was written, the head of the answer is not whole
+    BODY = auto()
+    WHOLE = auto()  # the answer is complete
+    CLOSED = auto()
+
+
+class Framing(IntEnum):
+    """How the end of an answer is told."""
+
+    NONE = 0  # it ends with its head
+    MEASURED = 1  # by a length, or chunked
+    UNTIL_CLOSE = 2
+
+
+class Upstream(asyncio.Protocol, Timed):
+    """One connection, and httptools' callbacks for it."""
+
+    __slots__ = (
+        "_after",
+        "_framing",
+        "_head_bytes",
+        "_headers",
+        "_mode",
+        "_parser",
+        "_pieces",
+        "_size",
+        "_status",
+        "_transport",
+        "_used",
+        "leg",
+        "phase",
+        "pool",
+        "relay",
+    )
+
+    def __init__(self, pool: Pool) -> None:
+        Timed.__init__(self)
+        self.pool = pool
+        self.phase = Phase.OPENING
+        self.leg: Leg | None = None
+        self.relay: Relay | None = None
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._used = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._status = 0
+        self._mode: Mode | None = None  # None: the exchange has not been told of the head
+        self._framing = Framing.MEASURED
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._after = False  # bytes came behind the answer
+
+    # ---- its leg
+
+    def assign(self, leg: Leg, relay: Relay) -> None:
+        """It is this leg's until the leg is over."""
+        self.leg, self.relay = leg, relay
+        self.phase = Phase.HELD
+        self.due = NEVER
+        leg.handle = self
+
+    def send(self, leg: Leg) -> None:
+        """Write the request."""
+        if self.phase is not Phase.HELD or self._transport is None:
+            return  # it was lost meanwhile, which is being told
+        self.phase = Phase.SENT
+        self._transport.write(leg.message)
+        now = time.monotonic()
+        self.due = now + leg.first_byte_s
+        self.pool.wheel.watch(self, now)
+
+    def cancel(self) -> None:
+        """The leg is over, by the exchange's will."""
+        untouched = self.phase is Phase.HELD
+        self._detach()
+        if untouched:
+            self.pool.put(self)
+        else:
+            self.drop()
+
+    def pause(self) -> None:
+        """The client does not take what is there: read no more, and let the server's deadline rest."""
+        if self._transport is not None and self.phase in (Phase.SENT, Phase.BODY):
+            self._transport.pause_reading()
+            self.due = NEVER
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._transport is not None and self.leg is not None and self.phase in (Phase.SENT, Phase.BODY):
+            self._transport.resume_reading()
+            self._extend(self.leg, time.monotonic())
+
+    def _extend(self, leg: Leg, now: float) -> None:
+        self.due = now + (leg.idle_s if self.phase is Phase.BODY else leg.first_byte_s)
+        self.pool.wheel.watch(self, now)
+
+    def _detach(self) -> None:
+        leg, self.leg, self.relay = self.leg, None, None
+        self.due = NEVER
+        if leg is not None:
+            leg.handle = None
+
+    def drop(self) -> None:
+        """Close it now; what was not written is not."""
+        if self.phase is not Phase.CLOSED:
+            self.phase = Phase.CLOSED
+            self.due = NEVER
+            self.pool.closed(self)
+            if self._transport is not None:
+                self._transport.abort()
+
+    def _fail(self, failure: Failure, now: float) -> None:
+        leg, relay = self.leg, self.relay
+        self._detach()
+        self.drop()
+        if leg is not None and relay is not None:
+            relay.leg_failed(leg, failure, now)
+
+    def expire(self, now: float) -> None:
+        """Timed: idle for too long, or the server is silent."""
+        if self.phase is Phase.IDLE:
+            self.drop()
+        elif self.leg is not None:
+            self._fail(Failure.TIMED_OUT, now)
+
+    # ---- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Asyncio: it is open."""
+        self._transport = cast(asyncio.Transport, transport)
+        if self.phase is Phase.CLOSED:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Asyncio: it is closed."""
+        self._transport = None
+        phase, leg, relay = self.phase, self.leg, self.relay
+        if phase is Phase.CLOSED:
+            return
+        self.phase = Phase.CLOSED
+        self.pool.closed(self)
+        if leg is None or relay is None:
+            return
+        now = time.monotonic()
+        ended = phase is Phase.BODY and self._framing is Framing.UNTIL_CLOSE and exc is None
+        body = b"".join(self._pieces)
+        mode = self._mode
+        self._detach()
+        if ended:
+            relay.leg_over(leg, cast(Mode, mode), body, now)
+        elif phase is Phase.HELD:
+            relay.leg_failed(leg, Failure.CONNECT, now)
+        elif phase is Phase.SENT and self._used and not self._head_bytes:
+            relay.leg_failed(leg, Failure.STALE, now)
+        else:
+            relay.leg_failed(leg, Failure.LOST, now)
+
+    def data_received(self, data: bytes) -> None:
+        """Asyncio: bytes of an answer."""
+        leg = self.leg
+        if leg is None or self.phase is Phase.HELD:
+            self._unasked()
+            return
+        if self.phase is Phase.SENT:
+            self._head_bytes += len(data)
+        broken = False
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            broken = self.phase is not Phase.WHOLE
+            self._after = True
+        now = time.monotonic()
+        if self.phase is Phase.SENT:
+            if broken:
+                self._fail(Failure.PROTOCOL, now)
+            elif self._head_bytes > self.pool.head_bytes:
+                self._fail(Failure.TOO_LARGE, now)
+            else:
+                self.due = now + leg.first_byte_s
+            return
+        relay = cast("Relay", self.relay)
+        mode = self._mode
+        if mode is None:
+            mode = self._mode = relay.leg_head(leg, self._status, self._headers, now)
+            if self.leg is not leg:
+                return  # cancelled by what it was told
+            if self._framing is Framing.NONE:
+                self.phase = Phase.WHOLE
+                self._pieces.clear()
+            elif self.due != NEVER:
+                self._extend(leg, now)
+        if mode is Mode.STREAM:
+            if pieces := self._pieces:
+                piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                pieces.clear()
+                relay.leg_data(leg, piece, now)
+                if self.leg is not leg:
+                    return
+        elif self._size > leg.limit:
+            self._fail(Failure.TOO_LARGE, now)
+            return
+        if self.phase is Phase.WHOLE:
+            self._complete(leg, relay, mode, now)
+        elif broken:
+            self._fail(Failure.PROTOCOL, now)
+        elif self.due != NEVER:  # else it is paused
+            self.due = now + leg.idle_s
+
+    def _complete(self, leg: Leg, relay: Relay, mode: Mode, now: float) -> None:
+        body = b"".join(self._pieces) if mode is Mode.WHOLE else b""
+        keep = self._framing is Framing.MEASURED and not self._after and self._parser.should_keep_alive()
+        self._detach()
+        if keep:
+            self.pool.put(self)
+        else:
+            self.drop()
+        relay.leg_over(leg, mode, body, now)
+
+    def _unasked(self) -> None:
+        """Bytes that nobody asked for: what follows could be taken for an answer to the next request."""
+        if self.leg is not None:
+            self._fail(Failure.CONNECT, time.monotonic())
+        else:
+            self.drop()
+
+    # ---- httptools: nothing of this may call out
+
+    def on_message_begin(self) -> None:
+        """Httptools: the first byte of a head."""
+        if self.phase is Phase.WHOLE:
+            self._after = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Httptools: a header, or a trailer, which is dropped."""
+        if self.phase is Phase.SENT:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Httptools: the head is whole."""
+        if self.phase is not Phase.SENT:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers.clear()
+            return
+        self._status = status
+        self.phase = Phase.BODY
+        framing, faults = Framing.UNTIL_CLOSE, status > _STATUS_MAX
+        for name, value in self._headers:
+            if name == b"content-length":
+                framing = Framing.MEASURED
+            elif name == b"transfer-encoding":
+                framing = Framing.MEASURED
+                faults = faults or value.lower() != b"chunked"
+        if faults:
+            self.phase = Phase.SENT
+            raise ValueError  # HttpParserCallbackError to the caller: not an answer that can be read
+        if has_no_body(status):
+            # httptools ends these by itself, so the connection is of use.
+            framing = Framing.MEASURED
+        elif self.leg is not None and self.leg.head_only:
+            framing = Framing.NONE
+        self._framing = framing
+
+    def on_body(self, data: bytes) -> None:
+        """Httptools: a piece of the body."""
+        if self.phase is Phase.BODY:
+            self._pieces.append(data)
+            self._size += len(data)
+
+    def on_message_complete(self) -> None:
+        """Httptools: the body is whole; or an interim head was."""
+        if self.phase is Phase.BODY:
+            self.phase = Phase.WHOLE
+
+    # ---- the pool's
+
+    def keep(self, now: float) -> None:
+        """Nobody needs it now."""
+        self.phase = Phase.IDLE
+        self._used = True
+        self._begin()
+        self.due = now + self.pool.idle_s
+        self.pool.wheel.watch(self, now)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be written to, for all that is known here."""
+        return self._transport is not None and not self._transport.is_closing()
+
+
+class Dial(Timed):
+    """A leg that waits for a connection: one that is being opened, or, at the pool's limit, any that comes back."""
+
+    __slots__ = ("leg", "pool", "relay", "task")
+
+    def __init__(self, pool: Pool, leg: Leg, relay: Relay) -> None:
+        super().__init__()
+        self.pool = pool
+        self.leg: Leg | None = leg
+        self.relay = relay
+        self.task: asyncio.Task[None] | None = None
+        leg.handle = self
+
+    def cancel(self) -> None:
+        """The leg is over."""
+        self._take()
+        if self.task is not None:
+            self.task.cancel()
+
+    def expire(self, now: float) -> None:
+        """Timed: no connection in time."""
+        self.fail(now)
+        if self.task is not None:
+            self.task.cancel()
+
+    def fail(self, now: float) -> None:
+        """Tell the leg, if it still waits."""
+        leg = self._take()
+        if leg is not None:
+            self.relay.leg_failed(leg, Failure.CONNECT, now)
+
+    def give(self, connection: Upstream, now: float) -> bool:
+        """Hand a connection over; False if nobody waits any more."""
+        leg = self._take()
+        if leg is None:
+            return False
+        connection.assign(leg, self.relay)
+        self.relay.leg_ready(leg, now)
+        return True
+
+    def _take(self) -> Leg | None:
+        leg, self.leg = self.leg, None
+        self.due = NEVER
+        if leg is not None:
+            leg.handle = None
+        return leg
+
+    def pause(self) -> None:
+        """Nothing is read yet."""
+
+    def resume(self) -> None:
+        """Nothing is read yet."""
+
+
+class Pool:
+    """The connections to one server."""
+
+    def __init__(
+        self, server: Server, loop: asyncio.AbstractEventLoop, wheel: Wheel, limits: PoolLimits, tls: ssl.SSLContext | None
+    ) -> None:
+        self.server = server
+        self.wheel = wheel
+        self.idle_s = limits.idle_s
+        self.head_bytes = limits.head_bytes
+        self._limits = limits
+        self._loop = loop
+        self._tls = tls
+        self._idle: dict[Upstream, None] = {}  # popitem() takes the last
+        self._open: set[Upstream] = set()
+        self._dialling: set[asyncio.Task[None]] = set()
+        self._waiting: deque[Dial] = deque()
+
+    def take(self, now: float) -> Upstream | None:
+        """The connection that was used last, None if there is none that is young enough."""
+        while self._idle:
+            connection, _ = self._idle.popitem()
+            if connection.due > now and connection.alive:
+                return connection
+            connection.drop()
+        return None
+
+    def dial(self, leg: Leg, relay: Relay, now: float) -> None:
+        """Open one for this leg."""
+        dial = Dial(self, leg, relay)
+        dial.due = now + leg.connect_s
+        self.wheel.watch(dial, now)
+        if len(self._open) + len(self._dialling) >= self._limits.connections:
+            self._waiting.append(dial)
+        else:
+            self._start(dial)
+
+    def _start(self, dial: Dial) -> None:
+        task = dial.task = self._loop.create_task(self._connect(dial))
+        self._dialling.add(task)
+        task.add_done_callback(self._dialled)
+
+    def _dialled(self, task: asyncio.Task[None]) -> None:
+        self._dialling.discard(task)
+        if self._waiting:
+            self._serve_waiting()
+
+    async def _connect(self, dial: Dial) -> None:
+        connection = Upstream(self)
+        server = self.server
+        try:
+            if self._tls is None:
+                await self._loop.create_connection(lambda: connection, server.host, server.port)
+            else:
+                await self._loop.create_connection(
+                    lambda: connection, server.host, server.port, ssl=self._tls, server_hostname=server.host, ssl_handshake_timeout=3600.0
+                )
+        except (OSError, UnicodeError, ValueError):
+            # Refused, no such name, a certificate that does not hold (ssl.CertificateError is a ValueError too).
+            connection.drop()
+            dial.fail(time.monotonic())
+            return
+        except BaseException:
+            connection.drop()
+            raise
+        if not connection.alive:
+            dial.fail(time.monotonic())
+            return
+        self._open.add(connection)
+        self._offer(connection, dial)
+
+    def _offer(self, connection: Upstream, dial: Dial | None) -> None:
+        now = time.monotonic()
+        if dial is not None and dial.give(connection, now):
+            return
+        while self._waiting:
+            if self._waiting.popleft().give(connection, now):
+                return
+        connection.keep(now)
+        self._idle[connection] = None
+
+    def put(self, connection: Upstream) -> None:
+        """It is free again."""
+        if self.idle_s <= 0 or not connection.alive:
+            connection.drop()
+            return
+        connection.keep(time.monotonic())
+        self._idle[connection] = None
+        if self._waiting:
+            self._loop.call_soon(self._serve_waiting)
+
+    def _serve_waiting(self) -> None:
+        while self._waiting:
+            if self._waiting[0].leg is None:
+                self._waiting.popleft()
+            elif (connection := self.take(time.monotonic())) is not None:
+                self._waiting.popleft().give(connection, time.monotonic())
+            elif len(self._open) + len(self._dialling) < self._limits.connections:
+                self._start(self._waiting.popleft())
+            else:
+                return
+
+    def closed(self, connection: Upstream) -> None:
+        """It is no more."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+        if self._waiting:
+            self._loop.call_soon(self._serve_waiting)
+
+    def retire(self) -> None:
+        """Nothing is kept from now on: the server was removed, or we stop."""
+        self.idle_s = 0.0
+        for connection in list(self._idle):
+            connection.drop()
+
+    def close(self) -> None:
+        """Close everything, whatever it is doing."""
+        self.retire()
+        for dial in list(self._waiting):
+            dial.cancel()
+        for task in list(self._dialling):
+            task.cancel()
+        for connection in list(self._open):
+            connection.drop()
+
+    @property
+    def retired(self) -> bool:
+        """Nothing is kept."""
+        return self.idle_s <= 0.0
+
+    @property
+    def open_count(self) -> int:
+        """Connections that are open or being opened."""
+        return len(self._open) + len(self._dialling)
+
+    @property
+    def busy_count(self) -> int:
+        """Of those, such as are not idle."""
+        return self.open_count - len(self._idle)
+
+
+class PoolLimits:
+    """What a pool keeps to."""
+
+    __slots__ = ("connections", "head_bytes", "idle_s")
+
+    def __init__(self, connections: int, idle_s: float, head_bytes: int) -> None:
+        self.connections = connections
+        self.idle_s = idle_s
+        self.head_bytes = head_bytes

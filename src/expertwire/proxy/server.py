@@ -1,0 +1,274 @@
+"""One worker: a loop, its listener, its connections, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import Final, cast
+
+from expertwire.errors import InvalidArgumentError
+from expertwire.proxy import faults
+from expertwire.proxy.admin import AdminService, Message, apply
+from expertwire.proxy.config import Config
+from expertwire.proxy.conversation import Conversation
+from expertwire.proxy.core import Core, own
+from expertwire.proxy.exchange import open_exchange
+from expertwire.proxy.http import render
+from expertwire.proxy.http.front import Ask, Front, FrontLimits, Reply
+from expertwire.proxy.http.relay import Relay
+from expertwire.proxy.http.upstream import Pool, PoolLimits
+from expertwire.proxy.http.wheel import Wheel
+from expertwire.proxy.log import Log
+from expertwire.proxy.policy import Server
+from expertwire.proxy.seam import Request
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+Counted = dict[tuple[str, str], int]
+FLUSH_S: Final = 0.1  # of log lines
+LOOK_S: Final = 0.02  # at an end: how often is looked whether all is over
+
+
+def listen(config: Config, *, backlog: int) -> socket.socket:
+    """A socket on the configured address that other workers can share. `backlog` 0: it only keeps the port."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise InvalidArgumentError(f"host is {config.host!r}, which is no address to listen on: {error.strerror}") from error
+    family, kind, number, _, address = found[0]
+    sock = socket.socket(family, kind, number)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Only for several workers: with it a second proxy on the same port would go unnoticed.
+        if config.workers > 1:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+        if backlog:
+            sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        what = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise InvalidArgumentError(f"port {config.port} of {config.host} cannot be listened on: {what}; give another --port") from error
+    return sock
+
+
+class Worker:
+    """Everything of one process: also `Service` of its fronts and `Host` of its relays."""
+
+    def __init__(self, config: Config, log: Log, number: int = 0) -> None:
+        self.config = config
+        self.log = log
+        self.number = number
+        self.core = Core(config, os.urandom(6))
+        limits, timeouts = config.limits, config.timeouts
+        self.limits = FrontLimits(
+            limits.head_bytes,
+            limits.headers,
+            limits.body_bytes,
+            limits.pipelined,
+            limits.connections,
+            timeouts.client_head_s,
+            timeouts.client_idle_s,
+            timeouts.idle_s,
+        )
+        self.heads = render.Heads()
+        self.fronts: set[Front] = set()
+        self.live: set[Relay] = set()
+        self.pools: set[Pool] = set()
+        self.stopping = False
+        self.metrics_of_all: Callable[[Relay], None] | None = None  # where there are several workers
+        self._pool_limits = PoolLimits(limits.pool_per_server, timeouts.pool_idle_s, limits.head_bytes)
+        self._over: list[Conversation] = []
+        self._tls: ssl.SSLContext | None = None
+        self._server: asyncio.Server | None = None
+        self._flusher: asyncio.TimerHandle | None = None
+
+    # ---- its life
+
+    async def start(self, sock: socket.socket) -> None:
+        """Listen. The socket is bound; it becomes this worker's."""
+        self.loop = asyncio.get_running_loop()
+        self.wheel = Wheel(self.loop)
+        self._server = await self.loop.create_server(lambda: Front(self, self.loop), sock=sock, backlog=self.config.limits.backlog)
+        self._flush()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        assert self._server is not None
+        return cast(tuple[str, int], self._server.sockets[0].getsockname()[:2])
+
+    async def stop(self, deadline_s: float | None = None) -> bool:
+        """Take no more, finish what is there, at most `deadline_s` long (the configured time if None). False if something was cut off."""
+        self.stopping = self.core.stopping = True
+        now = time.monotonic()
+        until = now + (self.config.timeouts.shutdown_s if deadline_s is None else deadline_s)
+        if self._server is not None:
+            self._server.close()
+        for front in list(self.fronts):
+            front.close_if_idle()
+        for pool in self.pools:
+            pool.retire()
+        finished = await self._wait(until)
+        if not finished:
+            self.log.event("warning", "shutdown_cut_off", requests=len(self.live))
+            for front in list(self.fronts):
+                front.drop()
+            # Calls that free blocks have a time of their own.
+            await self._wait(time.monotonic() + self.config.timeouts.release_s)
+        for front in list(self.fronts):
+            front.drop()
+        for pool in list(self.pools):
+            pool.close()
+        await asyncio.sleep(0)  # what was closed is told so in the next turn
+        if self._flusher is not None:
+            self._flusher.cancel()
+        self._log_over()
+        self.wheel.close()
+        return finished
+
+    async def _wait(self, until: float) -> bool:
+        while self.live or self.fronts or any(pool.busy_count for pool in self.pools):
+            if time.monotonic() >= until:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
+
+    # ---- Service, for the clients' connections
+
+    def open(self, front: Front, ask: Ask) -> Reply:
+        """Service: what answers a request."""
+        return Relay(self, front, ask)
+
+    def answer(self, reply: Reply) -> None:
+        """Service: answer it."""
+        relay = cast(Relay, reply)
+        try:
+            self._answer(relay, reply.request)
+        except Exception as error:  # a fault of ours is this request's end, not the connection's silence
+            self.broke(relay, error)
+            relay.refuse(faults.internal())
+
+    def _answer(self, relay: Relay, request: Request) -> None:
+        if request.target[:2] != b"/v":
+            path = request.target.partition(b"?")[0]
+            if path == b"/metrics" and self.metrics_of_all is not None and request.method == b"GET":
+                self.metrics_of_all(relay)
+                return
+            if (answer := own(self.core, request.method, path)) is not None:
+                relay.reply(*answer)
+                return
+        conversation = open_exchange(self.core, relay, request)
+        self.live.add(relay)
+        relay.start(conversation, time.monotonic())
+
+    # ---- Host, for the relays
+
+    def pool_of(self, server: Server) -> Pool:
+        """Host: the connections to a server."""
+        tls = None
+        if server.tls:
+            if self._tls is None:
+                self._tls = ssl.create_default_context(cafile=self.config.tls.ca_file or None)
+            tls = self._tls
+        pool = server.pool = Pool(server, self.loop, self.wheel, self._pool_limits, tls)
+        self.pools.add(pool)
+        return pool
+
+    def ended(self, relay: Relay) -> None:
+        """Host: the client's part is over."""
+        if relay.exchange is not None and relay in self.live:
+            self.live.remove(relay)
+            self._over.append(relay.exchange)
+
+    def broke(self, relay: Relay, error: Exception) -> None:
+        """Host: the exchange has raised."""
+        frames = []
+        trace = error.__traceback__
+        while trace is not None:
+            frames.append(f"{trace.tb_frame.f_code.co_qualname}:{trace.tb_lineno}")
+            trace = trace.tb_next
+        # Not the message: it could hold a piece of a request.
+        self.log.event(
+            "error",
+            "internal_error",
+            error=type(error).__name__,
+            at=frames[-8:],
+            request_id=relay.exchange.log.request_id if relay.exchange is not None else "",
+        )
+
+    def counted(self) -> Counted:
+        """Requests so far, by (endpoint, outcome)."""
+        return cast(Counted, dict(self.core.metrics.counters["requests_total"]))
+
+    async def administer(self, message: Message) -> Message:
+        """What the admin endpoint asks of this worker."""
+        return apply(self.core.fleet, message, self._retire)
+
+    def _retire(self, server: Server) -> None:
+        """It was removed: its open legs go on, its connections do not stay."""
+        if server.pool is not None:
+            server.pool.retire()
+
+    # ---- logs
+
+    def _flush(self) -> None:
+        self._log_over()
+        self.log.flush()
+        for pool in [pool for pool in self.pools if pool.retired and not pool.open_count]:
+            self.pools.discard(pool)
+        self._flusher = self.loop.call_later(FLUSH_S, self._flush)
+
+    def _log_over(self) -> None:
+        over, self._over = self._over, []
+        for each in over:
+            line = each.log
+            level = "info" if line.status < 500 and line.outcome != "failed" else "warning"
+            if self.log.takes(level):
+                self.log.event(level, "request", **{name: getattr(line, name) for name in line.__slots__})
+
+
+async def serve(config: Config, log: Log) -> tuple[bool, Counted]:
+    """Run one worker in this process until SIGTERM, SIGINT or SIGHUP; a second one ends it at once.
+
+    (everything was finished, what was counted)
+    """
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Queue[str] = asyncio.Queue()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, asked.put_nowait, number.name)
+    worker = Worker(config, log)
+    admin: AdminService | None = None
+    try:
+        await worker.start(listen(config, backlog=config.limits.backlog))
+        host, port = worker.address
+        log.event("info", "listening", host=host, port=port, workers=1)
+        if config.admin.port:
+            admin = AdminService(worker.administer, log)
+            await admin.start(config.admin.host, config.admin.port)
+        log.event("info", "stopping", signal=await asked.get())
+        finished = await until_again(worker, asked)
+        return finished, worker.counted()
+    finally:
+        if admin is not None:
+            await admin.close()
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def until_again(worker: Worker, asked: asyncio.Queue[str]) -> bool:
+    """Stop in order; if one asks again, at once."""
+    stopping, again = asyncio.ensure_future(worker.stop()), asyncio.ensure_future(asked.get())
+    await asyncio.wait((stopping, again), return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done():
+        again.cancel()
+        return stopping.result()
+    stopping.cancel()
+    await asyncio.wait((stopping,))
+    await worker.stop(0.0)
+    return False
