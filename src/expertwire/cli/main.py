@@ -81,6 +81,11 @@ COMMANDS = (
         "expertwire.cli.bench.proxy",
         "the serving proxy before mock servers, beside nginx and aiohttp: tokens and requests for a core's second",
     ),
+    Command(
+        ("proxy",),
+        "expertwire.cli.proxy",
+        "OpenAI's HTTP API in front of prefill and decode servers of vLLM, by its kv_transfer_params",
+    ),
     Command(("soak", "fabric"), "expertwire.cli.soak.fabric", "random traffic with injected faults between processes, every byte checked"),
     Command(
         ("soak", "transfer"),
