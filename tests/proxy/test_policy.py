@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -236,3 +239,26 @@ def test_metrics_of_workers_are_added_up() -> None:
     assert 'expertwire_proxy_request_seconds_bucket{le="0.01"} 0\n' in text
     assert "expertwire_proxy_reprefills_total 0\n" in text
     assert one.value("replies_total") == 1
+
+
+def documented() -> str:
+    return (Path(__file__).resolve().parents[2] / "docs" / "proxy.md").read_text()
+
+
+def test_the_settings_of_the_page_are_the_defaults() -> None:
+    block = documented().split("```toml\n")[1].split("```")[0]
+    table = tomllib.loads(block)
+    made = config.from_table(table)
+    assert made == config.override(config.Config(), prefill=made.prefill, decode=made.decode)
+    for item in dataclasses.fields(config.Config):
+        assert item.name in table, f"docs/proxy.md has no {item.name}"
+        inner = getattr(made, item.name)
+        if dataclasses.is_dataclass(inner):
+            assert [field.name for field in dataclasses.fields(inner)] == list(table[item.name])
+
+
+def test_every_metric_is_on_the_page() -> None:
+    names = re.findall(r"^# TYPE expertwire_proxy_(\S+)", metrics.text({}), re.MULTILINE)
+    assert len(names) > 15
+    page = documented().split("## Metrics")[1]
+    assert [name for name in names if f"`{name}" not in page] == []
