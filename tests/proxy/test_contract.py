@@ -375,3 +375,16 @@ def test_other_endpoints_are_ds_and_ids_lead_home() -> None:
             assert (await ask(edge.port, "/v1/responses/resp_none")).status == 404
 
     run(body())
+
+
+def test_connections_are_kept() -> None:
+    async def body() -> None:
+        async with Edge() as edge:
+            for number in range(12):
+                path = list(PATHS)[number % 3]
+                assert (await ask(edge.port, path, PATHS[path] | {"stream": number % 2 == 1})).status == 200
+                assert (await ask(edge.port, "/v1/models")).status == 200
+            assert len(edge.p.connections) == len(edge.d.connections) == 1
+            assert edge.worker.core.metrics.value("legs_total", "decode", "decode-0", "answered") == 24
+
+    run(body())

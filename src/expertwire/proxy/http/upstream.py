@@ -60,6 +60,7 @@ class Upstream(asyncio.Protocol, Timed):
         "_pieces",
         "_size",
         "_status",
+        "_stays",
         "_transport",
         "_used",
         "leg",
@@ -88,6 +89,7 @@ class Upstream(asyncio.Protocol, Timed):
         self._pieces: list[bytes] = []
         self._size = 0
         self._after = False  # bytes came behind the answer
+        self._stays = False  # the server keeps the connection open behind it
 
     # ---- its leg
 
@@ -247,7 +249,7 @@ class Upstream(asyncio.Protocol, Timed):
 
     def _complete(self, leg: Leg, relay: Relay, mode: Mode, now: float) -> None:
         body = b"".join(self._pieces) if mode is Mode.WHOLE else b""
-        keep = self._framing is Framing.MEASURED and not self._after and self._parser.should_keep_alive()
+        keep = self._framing is Framing.MEASURED and not self._after and self._stays
         self._detach()
         if keep:
             self.pool.put(self)
@@ -311,6 +313,7 @@ class Upstream(asyncio.Protocol, Timed):
         """Httptools: the body is whole; or an interim head was."""
         if self.phase is Phase.BODY:
             self.phase = Phase.WHOLE
+            self._stays = self._parser.should_keep_alive()  # known only here: the parser forgets it with the message's end
 
     # ---- the pool's
 
