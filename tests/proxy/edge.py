@@ -84,14 +84,18 @@ class Edge:
         }
         return {name: count for name, count in found.items() if count}
 
-    async def settle(self, deadline_s: float = 5.0, *, tasks: bool = False) -> dict[str, int]:
-        """Wait until the proxy holds nothing and the servers do nothing; what is left at the deadline. Tasks are the fakes' too."""
+    async def settle(self, deadline_s: float = 5.0, *, blocks: bool = True) -> dict[str, int]:
+        """Wait until the proxy holds nothing and the servers do nothing; what is left at the deadline.
+
+        `blocks` False: a D that broke off has been sent parameters, so what they stand for lies at P until its lease ends.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
 
         def still() -> dict[str, int]:
             found = {**self.left(), **self.fleet.left(sockets=False)}
-            return found if tasks else {name: count for name, count in found.items() if name != "tasks"}
+            ignored = {"tasks"} if blocks else {"tasks", "blocks_held"}  # tasks are the fakes' too, while they close
+            return {name: count for name, count in found.items() if name not in ignored}
 
         while still() and loop.time() < until:
             await asyncio.sleep(0.005)

@@ -498,7 +498,7 @@ class Front(asyncio.Protocol, Timed):
             return
         self._reply = None
         reply.front = None
-        if not reply.keep:
+        if not reply.keep or self.service.stopping:
             self._close(reset)
             return
         now = time.monotonic()
