@@ -339,7 +339,9 @@ def test_a_client_that_leaves_closes_the_leg_that_is_open(when: str) -> None:
         client.data(client.of(Kind.DECODE)[0], delta_event({"content": "a"}))
     (leg,) = client.open
     client.leave()
-    assert client.cancelled == [leg]
+    assert (client.abandoned if when == "prefilling" else client.cancelled) == [leg]
+    if when == "prefilling":
+        client.fail(leg, Failure.LOST)  # P closes when it has heard of it
     assert len(client.calls(Kind.DECODE)) == (when in ("decoding", "streaming"))
     if when == "handoff":  # P's blocks are freed, for D will not come for them
         (release,) = client.open
@@ -347,6 +349,36 @@ def test_a_client_that_leaves_closes_the_leg_that_is_open(when: str) -> None:
         client.answer(release, 404, b"")
     assert not client.open
     assert world.core.metrics.value("releases_total", "released") == (when == "handoff")
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("answer", [200, "unfit", 500])
+def test_an_answer_of_p_that_was_on_its_way_when_the_client_left(answer: Any) -> None:
+    """Nobody will come for its blocks, so they are freed."""
+    world = World()
+    client = world.ask(BODY)
+    (leg,) = client.of(Kind.PREFILL)
+    client.leave()
+    assert client.open == [leg]
+    if answer == 200:
+        values = client.prefill(leg)
+        assert client.calls(Kind.RELEASE)[0].body["kv_transfer_params"] == values
+        client.answer(client.of(Kind.RELEASE)[0], 404, b"")
+    else:
+        client.answer(leg, 200 if answer == "unfit" else 500, {"kv_transfer_params": None})
+    assert not client.open
+    assert world.core.metrics.value("legs_total", "prefill", "p0", "cancelled") == 1
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("why", ["tls", "setting"])
+def test_where_p_cannot_be_told_by_half_the_connection_goes_whole(why: str) -> None:
+    world = World(config_of(kv__release=why != "setting"))
+    world.half_close = why != "tls"
+    client = world.ask(BODY)
+    (leg,) = client.of(Kind.PREFILL)
+    client.leave()
+    assert client.cancelled == [leg]
     world.assert_idle()
 
 

@@ -44,6 +44,10 @@ class Chaos:
         self.broken: set[Leg] = set()
         self.sent_after_leaving: list[Leg] = []
 
+    def calls(self) -> int:
+        """Everything that servers were asked for, but to free blocks."""
+        return sum(leg.kind is not Kind.RELEASE for leg in self.client.sent)
+
     def turn(self) -> None:
         self.world.now += self.draw(st.sampled_from([0.0, 0.0, 0.1, 26.0]))
         client = self.client
@@ -63,10 +67,11 @@ class Chaos:
         if self.draw(st.integers(0, 5)) == 0:
             client.fail(leg, self.draw(st.sampled_from([f for f in Failure if f is not Failure.CONNECT])))
             return
+        late = leg.kind is Kind.LATE
         status = self.draw(st.sampled_from([200] * 8 + STATUSES))
         if leg.kind is Kind.RELEASE or status != 200:
             client.answer(leg, status if status != 200 else 404, {"error": {"message": "no"}})
-        elif leg.kind is Kind.PREFILL:
+        elif leg.kind in (Kind.PREFILL, Kind.LATE):
             if self.draw(st.integers(0, 7)) == 0:
                 client.answer(leg, 200, {"choices": [], "kv_transfer_params": parameters(1, remote_host=None)})
                 return
@@ -74,6 +79,7 @@ class Chaos:
             values = parameters(self.world.number)
             self.granted.add(values["remote_request_id"])
             client.answer(leg, 200, {"choices": [{}], "kv_transfer_params": values})
+            assert not late or client.of(Kind.RELEASE), "nobody comes for these blocks, and they were not freed"
         elif client.sent[leg].body.get("stream"):
             assert client.head(leg, 200, SSE) is Mode.STREAM
             self.streams[leg] = 0
@@ -108,7 +114,7 @@ class Chaos:
         used: list[str] = []
         for leg, sent in client.sent.items():
             values = sent.body.get(params.NAME)
-            if leg.kind is not Kind.PREFILL and values is not None:
+            if leg.kind in (Kind.DECODE, Kind.RELEASE) and values is not None:
                 used.append(values["remote_request_id"])
         assert len(used) == len(set(used)), "parameters were used twice"
         assert set(used) <= self.granted
@@ -132,10 +138,12 @@ def test_any_order_of_everything(config: Config, body: dict[str, Any], instant: 
         if not chaos.client.open:
             break
         if turn == leave_after and not chaos.client.talk.over:
-            calls = len(chaos.client.calls(Kind.DECODE)) + len(chaos.client.calls(Kind.PREFILL))
+            calls = chaos.calls()
             chaos.client.leave()
-            assert not [leg for leg in chaos.client.open if leg.kind is not Kind.RELEASE], "a leg stayed open after the client left"
-            assert calls == len(chaos.client.calls(Kind.DECODE)) + len(chaos.client.calls(Kind.PREFILL))
+            assert not [leg for leg in chaos.client.open if leg.kind not in (Kind.RELEASE, Kind.LATE)], (
+                "a leg stayed open after the client left"
+            )
+            assert calls == chaos.calls()
             continue
         chaos.turn()
     else:

@@ -65,6 +65,7 @@ class World:
     def __init__(self, config: Config | None = None, *, instant: bool = True) -> None:
         self.core = Core(config or config_of(), b"\x01\x02")
         self.instant = instant
+        self.half_close = True  # connections that can be ended on one side
         self.now = 100.0
         self.number = 0
 
@@ -92,6 +93,7 @@ class Client:
         self.waiting: list[Leg] = []  # for a connection
         self.open: list[Leg] = []
         self.cancelled: list[Leg] = []
+        self.abandoned: list[Leg] = []
         self.status = 0
         self.lines = b""
         self.body = b""
@@ -115,6 +117,7 @@ class Client:
         assert leg in self.open
         assert leg not in self.waiting
         assert leg not in self.sent
+        assert leg.message
         self.sent[leg] = Sent(leg)
 
     def cancel(self, leg: Leg) -> None:
@@ -122,6 +125,12 @@ class Client:
         self.cancelled.append(leg)
         if leg in self.waiting:
             self.waiting.remove(leg)
+
+    def abandon(self, leg: Leg) -> bool:
+        assert leg in self.sent
+        if self.world.half_close:
+            self.abandoned.append(leg)
+        return self.world.half_close
 
     def reply(self, status: int, headers: bytes, body: bytes) -> None:
         assert self.how == ""

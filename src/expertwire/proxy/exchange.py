@@ -7,6 +7,7 @@ from typing import Any, Final
 import orjson
 
 from expertwire.proxy import faults, headers, legs, merge, params, sse
+from expertwire.proxy.branch import Branch, event_of, has_end
 from expertwire.proxy.conversation import Answer, Conversation, Stage, origin_form
 from expertwire.proxy.core import Core
 from expertwire.proxy.faults import Fault
@@ -34,43 +35,6 @@ def open_exchange(core: Core, port: Port, request: Request) -> Conversation:
         target = origin_form(target).partition(b"?")[0]
     shape = legs.shape_of(request.method, target)
     return Exchange(core, port, request, shape) if shape in legs.TWO_LEGS else Passage(core, port, request, shape)
-
-
-class Branch:
-    """One choice of one prompt."""
-
-    __slots__ = (
-        "avoid_decode",
-        "avoid_prefill",
-        "cached",
-        "failure",
-        "flow",
-        "given",
-        "granted_at",
-        "held",
-        "held_bytes",
-        "index",
-        "leg",
-        "lines",
-        "params",
-        "reply",
-    )
-
-    def __init__(self, index: int, flow: Flow) -> None:
-        self.index = index
-        self.flow = flow
-        self.leg: Leg | None = None  # the open one
-        self.params: params.Parameters | None = None  # P's, unused
-        self.granted_at = 0.0
-        self.cached: merge.Usage | None = None  # P's count
-        self.given: dict[str, Any] | None = None  # the parameters that D was sent
-        self.failure: Fault | Answer | None = None  # the last; None while streaming: D has told it itself
-        self.lines = b""  # D's header lines
-        self.reply: tuple[bytes, dict[str, Any]] | None = None  # D's, whole, and read
-        self.held: list[bytes] = []  # events on their way to the client
-        self.held_bytes = 0  # that came before the status could leave
-        self.avoid_prefill: frozenset[Server] = frozenset()
-        self.avoid_decode: frozenset[Server] = frozenset()
 
 
 class Exchange(Conversation):
@@ -123,6 +87,8 @@ class Exchange(Conversation):
             return
         if leg.kind is Kind.DECODE:
             self._decode_ready(self._branches[leg.branch], now)
+        elif leg.kind is Kind.PREFILL:
+            self._send_prefill(leg)
         else:
             self._port.send(leg)
 
@@ -139,9 +105,11 @@ class Exchange(Conversation):
     def leg_body(self, leg: Leg, body: bytes, now: float) -> None:
         """See the base."""
         fine = 200 <= leg.status < 300
-        self._end_leg(leg, "answered" if fine else "refused")
+        self._end_leg(leg, "cancelled" if leg.kind is Kind.LATE else "answered" if fine else "refused")
         self.core.fleet.answered(leg.server)
-        if leg.kind is Kind.RELEASE:
+        if leg.kind is Kind.LATE:
+            self._late(leg, body, now)
+        elif leg.kind is Kind.RELEASE:
             self.core.metrics.count("releases_total", "released" if 400 <= leg.status < 500 else "failed")
         elif not fine:
             self._refused(leg, body, now)
@@ -192,7 +160,7 @@ class Exchange(Conversation):
             branch.held.append(b"" if self._merge is not None else sse.DONE_EVENT)
             if self._stage is Stage.BEGUN:
                 self._port.write(sse.DONE_EVENT)
-        whole = _has_end(leg)
+        whole = has_end(leg)
         self._end_leg(leg, "answered" if whole else "lost")
         self.core.fleet.answered(leg.server)
         self._ended(branch, whole, now)
@@ -201,13 +169,16 @@ class Exchange(Conversation):
         """See the base."""
         if leg not in self.open_legs:
             return
+        if leg.kind is Kind.LATE:
+            self._end_leg(leg, "cancelled")
+            return
         self._leg_broke(leg, failure, now)
         if leg.kind is Kind.RELEASE:
             self.core.metrics.count("releases_total", "failed")
             return
         branch = self._branches[leg.branch]
         state = branch.flow.state
-        if state is State.STREAMING and _has_end(leg):
+        if state is State.STREAMING and has_end(leg):
             self._ended(branch, True, now)  # all of it had come; only the framing's end is missing
             return
         event = _EVENT[failure]
@@ -240,10 +211,7 @@ class Exchange(Conversation):
 
     def _prefilled(self, leg: Leg, body: bytes, now: float) -> None:
         branch = self._branches[leg.branch]
-        try:
-            reply = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            reply = None
+        reply = sse.parse(body)
         if not isinstance(reply, dict):
             branch.failure = faults.not_json(Side.PREFILL)
             self._step(branch, Event.UNFIT, now)
@@ -263,6 +231,14 @@ class Exchange(Conversation):
         branch.flow.grant(leg.head_at + kv.lease_s - kv.margin_s)
         self.core.metrics.prefill.observe(now - leg.called_at)
         self._step(branch, Event.PREFILLED, now)
+
+    def _late(self, leg: Leg, body: bytes, now: float) -> None:
+        """P had answered before it heard that nobody waits: D will not come for the blocks."""
+        reply = sse.parse(body) if leg.status == 200 else None
+        if isinstance(reply, dict) and not params.missing(reply):
+            branch = self._branches[leg.branch]
+            branch.params = params.Parameters(reply, None)
+            self._do_release(branch, now)
 
     def _refused(self, leg: Leg, body: bytes, now: float) -> None:
         branch = self._branches[leg.branch]
@@ -284,10 +260,7 @@ class Exchange(Conversation):
             branch.failure = faults.not_a_stream()
             self._step(branch, Event.UNFIT, now)
             return
-        try:
-            reply = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            reply = None
+        reply = sse.parse(body)
         if not isinstance(reply, dict):
             branch.failure = faults.not_json(Side.DECODE)
             self._step(branch, Event.UNFIT, now)
@@ -383,8 +356,16 @@ class Exchange(Conversation):
             branch.leg = None  # nothing here refers to itself in a circle, or a busy proxy would spend its time in the collector
 
     def _do_close(self, branch: Branch, now: float) -> None:
-        if (leg := branch.leg) is not None:
-            self._cancel_leg(leg)
+        if (leg := branch.leg) is None:
+            return
+        config = self.core.config
+        if leg.kind is Kind.PREFILL and leg.message and config.kv.release:
+            leg.first_byte_s = leg.idle_s = config.timeouts.release_s
+            if self._port.abandon(leg):
+                leg.kind = Kind.LATE
+                branch.leg = None
+                return
+        self._cancel_leg(leg)
 
     def _do_release(self, branch: Branch, now: float) -> None:
         held, branch.params = branch.params, None
@@ -427,9 +408,13 @@ class Exchange(Conversation):
             self._same_server[branch.index // plan.n] = chosen[0]
         self._prefill = chosen
         leg = branch.leg = Leg(self, Kind.PREFILL, branch.index, *chosen, core.prefill_terms)
-        leg.message = self._message(leg, branch, self._target, legs.prefill_body(plan, branch.index))
         if self._call(leg, now):
-            self._port.send(leg)
+            self._send_prefill(leg)
+
+    def _send_prefill(self, leg: Leg) -> None:
+        branch = self._branches[leg.branch]
+        leg.message = self._message(leg, branch, self._target, legs.prefill_body(self._plan, branch.index))
+        self._port.send(leg)
 
     def _do_decode(self, branch: Branch, now: float) -> None:
         core = self.core
@@ -508,7 +493,7 @@ class Exchange(Conversation):
         if self._stage is not Stage.BEGUN:
             return
         failure = branch.failure
-        event = failure.event() if isinstance(failure, Fault) else b"" if failure is None else _event_of(failure)
+        event = failure.event() if isinstance(failure, Fault) else b"" if failure is None else event_of(failure)
         self.core.metrics.count("stream_errors_total")
         self._port.abort(b"".join(branch.held) + event)
         branch.held = []
@@ -565,23 +550,6 @@ class Exchange(Conversation):
             if isinstance(word := self._plan.body.get(name), str) and word:
                 return word.encode()
         return b""
-
-
-def _has_end(leg: Leg) -> bool:
-    """The last event that came is the mark of the end."""
-    events = sse.events_of(leg.last)
-    if not events:
-        return False
-    data = sse.data_of(events[-1])
-    return sse.sort_of(data, sse.parse(data)) is Sort.END
-
-
-def _event_of(answer: Answer) -> bytes:
-    """A server's refusal as an event, where the status has left for another branch."""
-    parsed = sse.parse(answer.body)
-    if isinstance(parsed, dict) and isinstance(parsed.get("error"), dict):
-        return b"data: %b\n\n" % orjson.dumps({"error": parsed["error"]})
-    return faults.upstream_error(answer.status, f"the {answer.side} server answered {answer.status}").event()
 
 
 # By Action.

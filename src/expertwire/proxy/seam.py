@@ -31,6 +31,7 @@ class Kind(IntEnum):
     DECODE = 1
     RELEASE = 2  # to be refused by D, which frees P's blocks
     PLAIN = 3  # passed on to a D
+    LATE = 4  # P's, that nobody waits for any more; its answer may be on its way
 
 
 class Failure(IntEnum):
@@ -91,7 +92,7 @@ class Leg:
         self.branch = branch
         self.server = server
         self.rank = rank  # −1: the server's own choice
-        self.message = b""  # the complete request; there when `Port.send` is called
+        self.message = b""  # the complete request; made right before `Port.send`, so b"" means that nothing was sent
         self.connect_s, self.first_byte_s, self.idle_s, self.limit = terms
         self.head_only = False  # the answer has no body
         self.handle: Any = None  # the edge's
@@ -118,6 +119,12 @@ class Port(Protocol):
 
     def cancel(self, leg: Leg) -> None:
         """The leg is over: what was not written to may be kept, else it is closed. No event follows."""
+
+    def abandon(self, leg: Leg) -> bool:
+        """Tell the server that nobody waits any more (by the end of our side), and go on reading: the leg ends as any other.
+
+        False: that cannot be done with this connection, and nothing was.
+        """
 
     def reply(self, status: int, headers: bytes, body: bytes) -> None:
         """A whole reply; content-length, connection and date are the edge's."""

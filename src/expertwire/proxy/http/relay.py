@@ -72,6 +72,10 @@ class Relay(Reply):
         if leg.handle is not None:
             leg.handle.cancel()
 
+    def abandon(self, leg: Leg) -> bool:
+        """Port: nobody waits for the leg any more, but for what is on its way."""
+        return leg.handle is not None and leg.handle.abandon(leg)
+
     # ---- Port, towards the client
 
     def reply(self, status: int, headers: bytes, body: bytes) -> None:

@@ -119,6 +119,17 @@ class Upstream(asyncio.Protocol, Timed):
         else:
             self.drop()
 
+    def abandon(self, leg: Leg) -> bool:
+        """End our side: the server takes that for its client's leaving. What it had sent before is still read, within the leg's times."""
+        transport = self._transport
+        if transport is None or self.phase not in (Phase.SENT, Phase.BODY) or not transport.can_write_eof():
+            return False
+        self._after = True  # no further request can be sent
+        transport.write_eof()
+        transport.resume_reading()
+        self._extend(leg, time.monotonic())
+        return True
+
     def pause(self) -> None:
         """The client does not take what is there: read no more, and let the server's deadline rest."""
         if self._transport is not None and self.phase in (Phase.SENT, Phase.BODY):
