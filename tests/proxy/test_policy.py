@@ -235,8 +235,8 @@ def test_metrics_of_workers_are_added_up() -> None:
     assert 'expertwire_proxy_replies_total{status="200"} 3\n' in text
     assert "expertwire_proxy_in_flight 2\n" in text
     assert 'expertwire_proxy_server_up{side="prefill",server="a\\"b"} 0\n' in text
-    assert 'expertwire_proxy_request_seconds_bucket{le="0.025"} 3\n' in text
-    assert 'expertwire_proxy_request_seconds_bucket{le="0.01"} 0\n' in text
+    assert 'expertwire_proxy_request_seconds_bucket{le="0.03125"} 3\n' in text
+    assert 'expertwire_proxy_request_seconds_bucket{le="0.015625"} 0\n' in text
     assert "expertwire_proxy_reprefills_total 0\n" in text
     assert one.value("replies_total") == 1
 

@@ -29,6 +29,10 @@ class Stage(IntEnum):
     OVER = 2
 
 
+# CPython 3.11 takes a member from its enum by a hook, for 90 ns; a request does so a hundred times.
+_STAGE_BEGUN, _STAGE_OPEN, _STAGE_OVER = Stage.BEGUN, Stage.OPEN, Stage.OVER
+
+
 class Answer:
     """A server's answer that is not 2xx: it reaches the client as it is."""
 
@@ -69,7 +73,7 @@ class Conversation(ABC):
         self.core = core
         self._port = port
         self._request = request
-        self._stage = Stage.OPEN
+        self._stage = _STAGE_OPEN
         self._started = self._ended_at = self._first_content_s = 0.0
         self._target = origin_form(request.target)
         fields = dict(request.headers[::-1])  # of several alike the first
@@ -84,7 +88,7 @@ class Conversation(ABC):
     @property
     def over(self) -> bool:
         """The client's part is over; calls that free P's blocks may still run."""
-        return self._stage is Stage.OVER
+        return self._stage is _STAGE_OVER
 
     @property
     def log(self) -> LogLine:
@@ -222,14 +226,14 @@ class Conversation(ABC):
 
     def _begin_reply(self, status: int, lines: bytes, length: int | None) -> None:
         """Status and headers leave."""
-        self._stage = Stage.BEGUN
+        self._stage = _STAGE_BEGUN
         self._status = status
         self.core.metrics.count("replies_total", str(status))
         self._port.begin(status, lines + self._reply_lines(), length)
 
     def _close(self, now: float, outcome: str, why: str) -> None:
         """The client's part is over."""
-        self._stage = Stage.OVER
+        self._stage = _STAGE_OVER
         core = self.core
         core.in_flight -= 1
         self._outcome, self._why, self._ended_at = outcome, why, now

@@ -68,16 +68,8 @@ def message(method: bytes, target: bytes, host: bytes, lines: bytes, request_id:
     """A complete request. `rank`: for X-data-parallel-rank, b"" for none. `body`: None where the client sent none."""
     ranked = b"x-data-parallel-rank: %b\r\n" % rank if rank else b""
     length = b"" if body is None else b"content-length: %d\r\n" % len(body)
-    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%baccept-encoding: identity\r\nx-request-id: %b\r\n%b%b\r\n%b" % (
-        method,
-        target,
-        host,
-        lines,
-        request_id,
-        ranked,
-        length,
-        body or b"",
-    )
+    first = (method, b" ", target, b" HTTP/1.1\r\nhost: ", host, b"\r\n", lines)
+    return b"".join((*first, b"accept-encoding: identity\r\nx-request-id: ", request_id, b"\r\n", ranked, length, b"\r\n", body or b""))
 
 
 def down_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

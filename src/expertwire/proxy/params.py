@@ -60,6 +60,10 @@ def missing(reply: dict[str, Any]) -> str:
     params = reply.get(NAME)
     if not isinstance(params, dict):
         return NAME
+    host, port, engine, request = map(params.get, ("remote_host", "remote_port", "remote_engine_id", "remote_request_id"))
+    if host and engine and request and type(host) is type(engine) is type(request) is str and type(port) is int and 0 < port < 65536:
+        if params.get("do_remote_prefill") is True and type(params.get("remote_block_ids")) is list:
+            return ""  # as nearly all are; else which field it is
     for field, fits in _NEEDED:
         if not fits(params.get(field)):
             return f"{NAME}.{field}"
