@@ -23,11 +23,17 @@ class Channel:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def run(self, sock: socket.socket) -> None:
+    async def open(self, sock: socket.socket) -> None:
+        """This end from now on; `run` follows."""
+        self._reader, self._writer = await asyncio.open_connection(sock=sock)
+
+    async def run(self) -> None:
         """Serve this end until the other has closed."""
-        reader, self._writer = await asyncio.open_connection(sock=sock)
+        reader = self._reader
+        assert reader is not None
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(_HEAD_BYTES), "little")
@@ -44,6 +50,8 @@ class Channel:
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(PeerError("the other process has ended"))
+            for task in list(self._tasks):
+                task.cancel()  # nobody is there to be answered
             self.close()
 
     async def call(self, message: Message, deadline_s: float) -> Any:
@@ -61,6 +69,11 @@ class Channel:
             raise DeadlineError(f"the other process has not answered {message.get('op')!r} within {deadline_s:g} s") from error
         finally:
             del self._waiting[number]
+
+    async def answered(self, deadline_s: float) -> None:
+        """Wait until every call from the other end has its answer."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=deadline_s)
 
     def close(self) -> None:
         """Close this end; the other sees it. What was sent still goes."""

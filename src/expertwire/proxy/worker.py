@@ -21,6 +21,7 @@ from expertwire.proxy.log import Log
 from expertwire.proxy.server import Worker, listen, until_again
 
 METRICS_S: Final = 5.0
+ANSWER_S: Final = 2.0
 
 
 class Process:
@@ -40,14 +41,15 @@ class Process:
         loop.add_signal_handler(signal.SIGTERM, self._stop.put_nowait, "SIGTERM")
         for number in (signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, lambda: None)
-        channel = asyncio.ensure_future(self._channel.run(sock))
+        await self._channel.open(sock)
+        channel = asyncio.ensure_future(self._channel.run())
         channel.add_done_callback(lambda _: self._stop.put_nowait("the parent's end"))
         why = await self._stop.get()
         if self._worker is not None and self._log is not None:
             self._log.event("info", "stopping", signal=why)
             finished = await until_again(self._worker, self._stop)
             self._ended.set_result({"finished": finished, "counted": self._worker.counted()})
-            await asyncio.sleep(0)  # so that it is sent
+            await self._channel.answered(ANSWER_S)
             self._log.close()
         self._channel.close()
         channel.cancel()

@@ -64,8 +64,8 @@ class Child:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self.reader = asyncio.ensure_future(self.channel.run(ours))
-        await asyncio.sleep(0)
+        await self.channel.open(ours)
+        self.reader = asyncio.ensure_future(self.channel.run())
         await self.channel.call({"op": "start", "config": pickle.dumps(config), "number": self.number}, START_S)
 
     async def end(self, deadline_s: float) -> None:
@@ -167,6 +167,7 @@ class Parent:
             fresh = self._children[index] = Child(child.number, self._asked)
             try:
                 await fresh.start(self._now())
+                self._log.event("info", "worker_started", number=child.number)
             except (ExpertwireError, OSError) as error:
                 self._log.event("error", "worker_not_started", number=child.number, error=str(error))
                 await fresh.end(ANSWER_S)
