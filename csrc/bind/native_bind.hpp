@@ -103,5 +103,8 @@ bool wait_in_slices(std::int64_t timeout_ms, Slice slice) {
     }
 }
 
+// A warning to logger "expertwire.ep". Takes the GIL.
+void log_stall(const std::string& text);
+
 }  // namespace bind
 }  // namespace expertwire

@@ -33,6 +33,11 @@ void check_signals() {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
+void log_stall(const std::string& text) {
+    const nb::gil_scoped_acquire gil;
+    nb::module_::import_("logging").attr("getLogger")("expertwire.ep").attr("warning")("%s", text);
+}
+
 OpKind parse_kind(const std::string& kind) {
     if (kind == "write") return OpKind::write;
     if (kind == "read") return OpKind::read;

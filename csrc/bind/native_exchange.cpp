@@ -28,6 +28,7 @@ namespace expertwire {
 namespace {
 
 using bind::check_signals;
+using bind::log_stall;
 using bind::PyContext;
 using exchange::CombineRequest;
 using exchange::DispatchRequest;
@@ -72,10 +73,7 @@ class PyExchange {
   public:
     PyExchange(const PyContext& context, const exchange::Shape& shape)
         : context_(context.context), driver_(*context_, shape), exchange_(shape, driver_, driver_.data_bytes()) {
-        driver_.on_stall([](const std::string& text) {
-            const nb::gil_scoped_acquire acquired;
-            nb::module_::import_("logging").attr("getLogger")("expertwire.ep").attr("warning")("%s", text);
-        });
+        driver_.on_stall(log_stall);
     }
 
     PyDispatchResult dispatch(const DispatchRequest& request, std::int64_t timeout_ms);

@@ -24,6 +24,7 @@ namespace expertwire {
 namespace {
 
 using bind::check_signals;
+using bind::log_stall;
 using bind::PyContext;
 using exchange::LowLatencyCall;
 using exchange::LowLatencyHandle;
@@ -58,7 +59,9 @@ struct PyLowLatencyCall {
 class PyLowLatency {
   public:
     PyLowLatency(const PyContext& context, exchange::LowLatencyShape shape, bool shrink)
-        : context_(context.context), driver_(*context_, shape, shrink) {}
+        : context_(context.context), driver_(*context_, shape, shrink) {
+        driver_.on_stall(log_stall);
+    }
 
     PyLowLatencyCall dispatch(const exchange::LowLatencyDispatchRequest& request, std::int64_t timeout_ms) {
         const std::lock_guard<std::mutex> lock(calls_);

@@ -18,8 +18,6 @@ constexpr TimeNs kSliceNs = 50'000'000;          // Ctrl-C is answered within 10
 constexpr TimeNs kGraceNs = 500'000'000;         // from a failed put to the first word of who died …
 constexpr TimeNs kBlameNs = 8'000'000'000;       // … and until somebody is named without one (SPEC T19)
 constexpr TimeNs kTellNs = 500'000'000;          // for the verdict to reach the others before this rank may be gone
-constexpr TimeNs kStallNs = 2'000'000'000;       // without movement, until the first report of it …
-constexpr TimeNs kStallAgainNs = 5'000'000'000;  // … and the next ones
 constexpr TimeNs kSilentNs = 2'000'000'000;      // a heartbeat older than this is called silence
 
 const char* kind_name(const exchange::Operation& operation) {
@@ -68,8 +66,7 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
               ") did not end; destroy this Buffer and make a new one";
     refused_ = {};
     left_since_ns_ = 0;
-    moved_ns_ = now_ns();
-    report_ns_ = moved_ns_ + kStallNs;
+    stall_.moved(now_ns());
     publish(operation);
     Helping helping(context_);
     while (true) {
@@ -78,11 +75,13 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
         const bool moved = turn(operation, step);
         if (step == exchange::Step::done || step == exchange::Step::failed) break;
         const TimeNs now = now_ns();
-        if (step == exchange::Step::progressed) moved_ns_ = now;
+        if (step == exchange::Step::progressed) stall_.moved(now);
         if (now >= look) {
             interrupted();
             look = now + kSliceNs;
-            watch(operation);
+            stall_.look(now, [&](TimeNs still) {
+                return where(operation) + "nothing has moved for " + seconds(still) + table(operation);
+            });
         }
         if (moved) {
             idle_since = 0;
@@ -101,17 +100,6 @@ void ExchangeDriver::run(exchange::Operation& operation, TimeNs timeout_ns, cons
     publish(operation);
     conclude(operation, operation.failure(), interrupted);
     broken_.clear();
-}
-
-void ExchangeDriver::watch(const exchange::Operation& operation) {
-    const TimeNs now = now_ns();
-    if (now - moved_ns_ < kStallNs) {
-        report_ns_ = moved_ns_ + kStallNs;
-    } else if (now >= report_ns_) {
-        report_ns_ = now + kStallAgainNs;
-        if (stalled_)
-            stalled_(where(operation) + "nothing has moved for " + seconds(now - moved_ns_) + table(operation));
-    }
 }
 
 // Nothing moved: is there a reason why nothing ever will?

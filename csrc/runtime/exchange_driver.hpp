@@ -10,6 +10,7 @@
 #include "exchange/exchange.hpp"
 #include "runtime/context.hpp"
 #include "runtime/exchange_port.hpp"
+#include "runtime/stall_watch.hpp"
 
 namespace expertwire::runtime {
 
@@ -24,9 +25,7 @@ class ExchangeDriver final : public ContextPort {
     // E8.
     void run(exchange::Operation& operation, TimeNs timeout_ns, const std::function<void()>& interrupted);
 
-    // Told in words of a wait in which nothing of the operation has moved for 2 s, and every 5 s from there on (SPEC
-    // E8): with no lock held, in the thread that waits.
-    void on_stall(std::function<void(const std::string&)> report) { stalled_ = std::move(report); }
+    void on_stall(StallWatch::Report report) { stall_.on_stall(std::move(report)); }
 
     // Empty, or why no further operation can run: an earlier one was abandoned while rows were under way.
     const std::string& broken() const { return broken_; }
@@ -37,7 +36,6 @@ class ExchangeDriver final : public ContextPort {
     void look_around(const exchange::Operation& operation, TimeNs deadline_ns, TimeNs timeout_ns,
                      const std::function<void()>& interrupted);
     void look_for_leavers(const exchange::Operation& operation, TimeNs now);
-    void watch(const exchange::Operation& operation);
     void publish(const exchange::Operation& operation);
     void conclude(const exchange::Operation& operation, const exchange::Failure& failure,
                   const std::function<void()>& interrupted);
@@ -52,9 +50,7 @@ class ExchangeDriver final : public ContextPort {
     const exchange::Shape shape_;
     std::uint64_t published_epoch_ = 0;  // what the peers were last told
     std::uint64_t published_phase_ = 0;
-    std::function<void(const std::string&)> stalled_;
-    TimeNs moved_ns_ = 0;         // when something of the operation last moved
-    TimeNs report_ns_ = 0;        // when the next report of a stall is due
+    StallWatch stall_;
     TimeNs leavers_look_ns_ = 0;  // when to look for ranks that left, next
     TimeNs left_since_ns_ = 0;    // since when one has been seen that this call still needs; 0: none
     std::string broken_;

@@ -62,6 +62,7 @@ void LowLatencyDriver::run(exchange::LowLatencyOperation& operation, const StepF
               std::to_string(operation.epoch()) + ") did not end; destroy this Buffer and make a new one";
     refused_ = {};
     gone_since_ns_ = 0;
+    stall_.moved(last);
     Helping helping(context_);
     while (true) {
         const std::uint32_t seen = context_.doorbell().seen();
@@ -80,9 +81,13 @@ void LowLatencyDriver::run(exchange::LowLatencyOperation& operation, const StepF
         // Whoever was stopped holds its own absence against nobody, and hears first who goes on without it.
         if (shrink_ && now - last > kAbsentNs) deadline = std::max(deadline, now + kReturnNs);
         last = now;
+        if (outcome == exchange::Step::progressed) stall_.moved(now);
         if (now >= look) {
             interrupted();
             look = now + kSliceNs;
+            stall_.look(now, [&](TimeNs still) {
+                return where(operation) + "nothing has moved for " + seconds(still) + table(operation);
+            });
         }
         if (moved && now < deadline) {
             idle_since = 0;

@@ -9,6 +9,7 @@
 
 #include "exchange/low_latency.hpp"
 #include "runtime/exchange_port.hpp"
+#include "runtime/stall_watch.hpp"
 
 namespace expertwire::runtime {
 
@@ -37,6 +38,8 @@ class LowLatencyDriver final : public ContextPort {
     // Taken in again: refused (Failure state) while a hook is uncalled, rows to it are under way, or some have failed.
     void mask(std::uint32_t rank, bool masked);
 
+    void on_stall(StallWatch::Report report) { stall_.on_stall(std::move(report)); }
+
     // Empty, or why no further call can run: an earlier one was abandoned while rows were under way.
     const std::string& broken() const { return broken_; }
 
@@ -59,6 +62,7 @@ class LowLatencyDriver final : public ContextPort {
 
     const bool shrink_;
     exchange::LowLatency exchange_;
+    StallWatch stall_;
     TimeNs look_ns_ = 0;        // when to look for the dead and the gone, next
     TimeNs gone_since_ns_ = 0;  // since when one has been seen that this call still needs; 0: none
     std::string broken_;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 import signal
 import threading
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from ep.low_latency_odd import PLAIN, check, inputs, open_buffer, send
 from ep.low_latency_work import Case, run_case
-from ep.work import caught, described
+from ep.work import Described, caught, described
 from expertwire.errors import ExcludedError
 from harness import Rank
 
@@ -44,12 +46,14 @@ def idle_until(buffer: Any, there: Any, seconds: float) -> bool:
     return True
 
 
-def three_that_do_not_come(rank: Rank, node_of: Sequence[int], provider: str) -> tuple[str, int, str] | None:
-    """Rank 0 waits for three: 1 is not in the call, 2 has sent what does not arrive, 3 was stopped."""
+def three_that_do_not_come(rank: Rank, node_of: Sequence[int], provider: str) -> tuple[Described | None, list[str]]:
+    """Rank 0 waits for three: 1 is not in the call, 2 has sent what does not arrive, 3 was stopped. Its error and what it logged."""
     buffer = open_buffer(rank, node_of, timeout_ms=3500, provider=provider)
     run_case(rank, buffer, PLAIN)
     others = pids(rank)
     error = None
+    reports = logging.handlers.BufferingHandler(100)
+    logging.getLogger("expertwire.ep").addHandler(reports)
     if rank.rank == 0:
         error = caught(lambda: send(buffer, rank, PLAIN)[4]())
         os.kill(others[3], signal.SIGCONT)
@@ -59,8 +63,9 @@ def three_that_do_not_come(rank: Rank, node_of: Sequence[int], provider: str) ->
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank.rank > 0:
         idle_until(buffer, lambda: buffer.runtime._context.pulse(0)[4], 20)
+    logging.getLogger("expertwire.ep").removeHandler(reports)
     buffer.destroy()
-    return error
+    return error, [record.getMessage() for record in reports.buffer]
 
 
 def what_is_said(rank: Rank, node_of: Sequence[int], provider: str) -> int:

@@ -13,8 +13,12 @@ from harness import World
 
 @pytest.mark.parametrize("provider", ["local", "tcp"])
 def test_a_deadline_tells_not_in_the_call_sent_and_silent_apart(world: World, provider: str) -> None:
-    kind, _, message = world.run(4, ranks.three_that_do_not_come, (0, 0, 1, 1), provider)[0]
+    error, reports = world.run(4, ranks.three_that_do_not_come, (0, 0, 1, 1), provider)[0]
+    assert error is not None
+    kind, _, message = error
     assert kind == "DeadlineError"
+    assert len(reports) == 1, "after 2 s, and then only every 5 s"
+    assert re.match(r"low_latency_dispatch \(call 3\) on rank 0, phase wait: nothing has moved for [23]\.\d s\n  rank 1: wait", reports[0])
     said = {int(line.split(":")[0].split()[1]): line for line in message.splitlines()[1:]}
     assert sorted(said) == [1, 2, 3]
     assert re.search(r"waiting for its rows.*; it is not in this call: its last was call 2, phase done \(heartbeat \d\.\d s ago\)", said[1])
