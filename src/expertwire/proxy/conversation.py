@@ -91,6 +91,11 @@ class Conversation(ABC):
         return self._stage is _STAGE_OVER
 
     @property
+    def failed(self) -> bool:
+        """It ended otherwise than it should."""
+        return self._status >= 500 or self._outcome == "failed"
+
+    @property
     def log(self) -> LogLine:
         """What is known of it now."""
         prefill, decode = self._prefill, self._decode

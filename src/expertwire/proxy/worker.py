@@ -18,7 +18,7 @@ from expertwire.proxy.channel import Channel, Message
 from expertwire.proxy.config import Config
 from expertwire.proxy.http.relay import Relay
 from expertwire.proxy.log import Log
-from expertwire.proxy.server import Worker, listen, until_again
+from expertwire.proxy.server import Worker, calm_collector, listen, until_again
 
 METRICS_S: Final = 5.0
 ANSWER_S: Final = 2.0
@@ -95,6 +95,7 @@ class Process:
 
 async def main(sock: socket.socket) -> None:
     """The process."""
+    calm_collector()
     await Process().run(sock)
 
 
