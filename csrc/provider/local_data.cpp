@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "provider/local_provider.hpp"
@@ -14,10 +15,11 @@
 namespace expertwire::local {
 namespace {
 
-constexpr std::uint64_t kAtOnceBytes = 64 * 1024;   // copied by the post itself: ~10 µs
-constexpr std::uint64_t kQuantumBytes = 64 * 1024;  // copied by one poll, so that a turn stays short
-constexpr int kDatagramsMax = 64;                   // taken by one poll
-constexpr std::uint32_t kLookEvery = 64;            // polls; a sender may have died between its datagram and its count
+constexpr std::uint64_t kAtOnceBytes = 64 * 1024;    // copied by the post itself: ~10 µs
+constexpr std::uint64_t kQuantumBytes = 128 * 1024;  // copied by one poll, so that a turn stays short
+constexpr std::chrono::milliseconds kLives{1};       // who was seen alive has its number for so long at least
+constexpr int kDatagramsMax = 64;                    // taken by one poll
+constexpr std::uint32_t kLookEvery = 64;             // polls; a sender may have died between its datagram and its count
 
 // Our word in a peer's mailbox while we touch a region of its; true while the key is the current one, and we are not
 // fenced off.
@@ -98,12 +100,17 @@ PostResult LocalProvider::post(const PostCommand& command) {
     return {};
 }
 
-// The kernel copies; who has ended since is not written to under its number, since that is looked at first. A process
-// whose memory is gone although it is registered gets an error here, not a fault.
+// The kernel copies; who has ended since is not written to under its number, since that is looked at first: not at each
+// copy, for the kernel gives all other numbers before it gives one again, which takes longer than a millisecond. A
+// process whose memory is gone although it is registered gets an error here, not a fault.
 Copied LocalProvider::attached(const Peer& peer, std::uint64_t there, std::byte* here, std::uint64_t bytes,
                                OpKind kind) {
-    pollfd entry{peer.process.get(), POLLIN, 0};  // readable once it has ended (pidfd_open(2))
-    if (::poll(&entry, 1, 0) != 0) return {Status::peer_dead, ESRCH};
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= peer.look_again) {
+        pollfd entry{peer.process.get(), POLLIN, 0};  // readable once it has ended (pidfd_open(2))
+        if (::poll(&entry, 1, 0) != 0) return {Status::peer_dead, ESRCH};
+        peer.look_again = now + kLives;
+    }
     for (std::uint64_t done = 0; done < bytes;) {
         iovec mine{here + done, bytes - done};
         iovec theirs{reinterpret_cast<void*>(there + done), bytes - done};

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 #include <sys/un.h>
 
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -56,9 +57,10 @@ struct Peer {
     Address address;
     Mapping mapping;
     Attach attach = Attach::unknown;
-    int attach_code = 0;       // why not
-    File process;              // pidfd: a number that a process has again is not its own
-    UserSlot* user = nullptr;  // ours, in its mailbox
+    int attach_code = 0;  // why not
+    File process;         // pidfd: a number that a process has again is not its own
+    mutable std::chrono::steady_clock::time_point look_again;  // at it
+    UserSlot* user = nullptr;                                  // ours, in its mailbox
     sockaddr_un socket{};
     socklen_t socket_bytes = 0;
     Mailbox& mailbox() const { return *reinterpret_cast<Mailbox*>(mapping.data()); }
