@@ -11,9 +11,10 @@ PostResult LibfabricProvider::refuse(Status status) {
 }
 
 std::optional<Status> LibfabricProvider::check_remote(const PostCommand& command) const {
-    if (command.remote.value >= remotes_.size() || remotes_[command.remote.value].state != RemoteRegion::State::known)
-        return Status::bad_key;
+    if (command.remote.value >= remotes_.size()) return Status::bad_key;
     const RemoteRegion& remote = remotes_[command.remote.value];
+    if (remote.state != RemoteRegion::State::known && remote.state != RemoteRegion::State::asked)
+        return Status::bad_key;
     if (remote.peer != command.peer) return Status::bad_key;
     const std::uint64_t bytes = command.kind == OpKind::signal ? sizeof(std::uint64_t) : command.bytes;
     if (bytes > remote.key.bytes || command.remote_offset > remote.key.bytes - bytes) return Status::out_of_range;
@@ -41,6 +42,13 @@ std::optional<Status> LibfabricProvider::check(const PostCommand& command) const
     return check_remote(command);
 }
 
+// An emulated signal is checked where it arrives.
+bool LibfabricProvider::awaits_key(const PostCommand& command) const {
+    const bool by_key =
+        command.kind == OpKind::signal ? capabilities_.remote_atomics : command.kind != OpKind::notification;
+    return by_key && remotes_[command.remote.value].state == RemoteRegion::State::asked;
+}
+
 PostResult LibfabricProvider::post(const PostCommand& command) {
     if (const std::optional<Status> status = check(command)) return refuse(*status);
     OperationContext& context = objects_->contexts[command.ticket.slot];
@@ -51,7 +59,7 @@ PostResult LibfabricProvider::post(const PostCommand& command) {
         return {};
     }
     if (in_flight_[command.endpoint.value] >= capabilities_.transmit_queue ||
-        peers_[command.peer.value]->move != Peer::Move::settled)
+        peers_[command.peer.value]->move != Peer::Move::settled || awaits_key(command))
         return posted(-FI_EAGAIN, command, context);
     context.ticket = command.ticket;
     context.level = command.level;

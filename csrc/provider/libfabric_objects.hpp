@@ -103,20 +103,22 @@ enum class MessageKind : std::uint8_t {
     moved,
     moved_answer,
     greeting,
-    counted  // class C; its bytes follow (counted.cpp)
+    counted,  // class C; its bytes follow (counted.cpp)
+    inquiry,  // a key: is it one of yours, as it is now? (libfabric_keys.cpp)
+    inquiry_answer
 };
 
 struct MessageHeader {
     std::uint32_t magic = kMessageMagic;
     MessageKind kind = MessageKind::notification;
-    Status status = Status::ok;  // answer: how the signal ended
-    std::uint16_t reserved = 0;
+    Status status = Status::ok;      // answer: how the signal ended; inquiry_answer: ok or bad_key
+    std::uint16_t access = 0;        // inquiry: of the key
     std::uint64_t sender = 0;        // instance that sent it: addresses of a dead process may be taken again
-    std::uint64_t ticket = 0;        // signal: comes back in its answer
-    std::uint32_t region = 0;        // signal, revocation: the target's RegionId and …
+    std::uint64_t ticket = 0;        // signal: comes back in its answer. inquiry: the key's base
+    std::uint32_t region = 0;        // signal, revocation, inquiry: the target's RegionId and …
     std::uint32_t registration = 0;  // … which registration of it. moved, moved_answer: how many of them there are
-    std::uint64_t offset = 0;        // bytes
-    std::uint64_t operand = 0;
+    std::uint64_t offset = 0;        // bytes. inquiry: how many the key says
+    std::uint64_t operand = 0;       // inquiry: the provider's key
 };
 static_assert(sizeof(MessageHeader) == 48);
 

@@ -36,6 +36,7 @@ std::size_t LibfabricProvider::poll(std::span<Completion> completions, std::vect
     }
     send_answers();
     send_notices();
+    if (!unasked_.empty()) ask_for_keys();
     if (counted_) send_counted();
     post_receives();
     if (!unmoved_.empty()) tell_unmoved();
@@ -181,6 +182,15 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
         case MessageKind::revocation_answer:
             revocation_answered(message);
             break;
+        case MessageKind::inquiry:
+            answer_of(context).message = message;
+            answer_of(context).message.kind = MessageKind::inquiry_answer;
+            answer_of(context).message.status = is_ours(message) ? Status::ok : Status::bad_key;
+            unsent_answers_.push_back(&answer_of(context));
+            return;
+        case MessageKind::inquiry_answer:
+            key_answered(message);
+            break;
         case MessageKind::counted:
             if (counted_) counted_->message(sender->second, {buffer + sizeof(message), buffer + bytes});
             break;
@@ -260,32 +270,6 @@ void LibfabricProvider::answer_received(const MessageHeader& message, std::span<
     }
     context.answer = message.status;
     context.state = State::answered;
-}
-
-void LibfabricProvider::revoked_there(const MessageHeader& message) {
-    const PeerId peer = by_instance_.at(message.sender);
-    for (RemoteRegion& remote : remotes_) {
-        const bool same = remote.key.region == message.region && remote.key.registration == message.registration;
-        if (remote.state == RemoteRegion::State::known && remote.peer == peer && same)
-            remote.state = RemoteRegion::State::revoked;
-    }
-}
-
-bool LibfabricProvider::on_its_way(const MessageHeader& revocation) const {
-    const auto peer = by_instance_.find(revocation.sender);
-    return peer != by_instance_.end() && std::any_of(remotes_.begin(), remotes_.end(), [&](const RemoteRegion& remote) {
-               return remote.in_flight != 0 && remote.peer == peer->second && remote.key.region == revocation.region;
-           });
-}
-
-void LibfabricProvider::revocation_answered(const MessageHeader& message) {
-    auto& regions = objects_->regions;
-    if (message.region >= regions.size() || !regions[message.region] ||
-        regions[message.region]->number != message.registration) {
-        ++counters_.dropped_messages;
-        return;
-    }
-    std::erase(regions[message.region]->unanswered, message.sender);
 }
 
 void LibfabricProvider::send_notices() {
@@ -394,6 +378,7 @@ bool LibfabricProvider::may_sleep() {
     if (replacing_ || !moving_.empty()) return false;
     if (std::any_of(ungreeted_.begin(), ungreeted_.end(), [](const Ungreeted& each) { return !each.sent; }))
         return false;
+    if (std::any_of(unasked_.begin(), unasked_.end(), [&](RemoteRegionId id) { return may_ask(id); })) return false;
     const auto known = [&](const Early& early) { return by_instance_.contains(early.sender); };
     if (std::any_of(early_.begin(), early_.end(), known)) return false;
     if (wait_fd_ < 0) return true;  // shm has no fi_trywait for a queue without a wait object: calling it crashes

@@ -212,6 +212,9 @@ ControlResult LibfabricProvider::deregister_region(RegionId id) {
     }
     if (region.state == LocalRegion::State::registered) start_revoking(region, id.value);
     std::erase_if(region.unanswered, [&](std::uint64_t instance) { return !by_instance_.contains(instance); });
+    if (on_its_way(revocation_of(region, id.value, instance_)))
+        return {Status::would_block, 0,
+                "region " + number(id.value) + ": operations of our own are on their way there; poll and call again"};
     if (!region.unanswered.empty()) {
         return {Status::would_block, 0,
                 "region " + number(id.value) + ": peer " + number(by_instance_.at(region.unanswered[0]).value) +
@@ -225,32 +228,9 @@ ControlResult LibfabricProvider::deregister_region(RegionId id) {
     return {};
 }
 
-void LibfabricProvider::start_revoking(LocalRegion& region, std::uint32_t id) {
-    region.state = LocalRegion::State::revoking;
-    for (const auto& [instance, peer] : by_instance_) {
-        if (instance == instance_) continue;  // our own operations are finished, or the call would have been refused
-        MessageHeader notice;
-        notice.kind = MessageKind::revocation;
-        notice.sender = instance;
-        notice.region = id;
-        notice.registration = region.number;
-        unsent_notices_.push_back(notice);
-        region.unanswered.push_back(instance);
-    }
-}
-
 std::vector<std::byte> LibfabricProvider::region_key(RegionId id) const {
     if (!objects_ || id.value >= objects_->regions.size() || !objects_->regions[id.value]) return {};
-    const LocalRegion& region = *objects_->regions[id.value];
-    RegionKey key;
-    key.region = id.value;
-    key.registration = region.number;
-    key.access = (region.spec.remote_write ? 1u : 0u) | (region.spec.remote_read ? 2u : 0u);
-    const bool virtual_addresses = (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
-    key.base = virtual_addresses ? reinterpret_cast<std::uintptr_t>(region.spec.address) : 0;
-    key.bytes = region.spec.bytes;
-    key.key = fi_mr_key(region.registration.get());
-    return to_bytes(key);
+    return to_bytes(key_of(id.value));
 }
 
 std::vector<std::byte> LibfabricProvider::address(EndpointId endpoint) const {
@@ -379,7 +359,7 @@ ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId i
         return invalid("remote region id " + number(id.value) + " is not below " + number(kIdsMax));
     if (peer.value >= peers_.size() || !peers_[peer.value])
         return invalid("peer " + number(peer.value) + " is not known");
-    RemoteRegion region{.peer = peer, .key = {}, .state = RemoteRegion::State::known, .in_flight = 0};
+    RemoteRegion region{.peer = peer, .key = {}, .state = RemoteRegion::State::asked, .in_flight = 0};
     if (key.size() != sizeof(region.key)) {
         return invalid("key of a region of peer " + number(peer.value) + ": " + number(key.size()) +
                        " bytes instead of " + number(sizeof(region.key)));
@@ -393,7 +373,12 @@ ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId i
         return {Status::refused, 0, "remote region " + number(id.value) + " belongs to peer " + number(old.peer.value)};
     }
     region.in_flight = old.in_flight;
+    // Who receives no messages cannot be asked.
+    if (options_.receive_buffers == 0) region.state = RemoteRegion::State::known;
+    if (peers_[peer.value]->instance == instance_)
+        region.state = is_ours(inquiry_of(region.key)) ? RemoteRegion::State::known : RemoteRegion::State::revoked;
     old = region;
+    if (region.state == RemoteRegion::State::asked) unasked_.push_back(id);
     return {};
 }
 
@@ -408,6 +393,8 @@ void LibfabricProvider::close() {
     peers_.clear();
     by_instance_.clear();
     remotes_.clear();
+    unasked_.clear();
+    asked_.clear();
     wait_fd_ = -1;
 }
 

@@ -95,7 +95,8 @@ struct LocalRegion {
 struct RemoteRegion {
     PeerId peer;
     RegionKey key;
-    enum class State : std::uint8_t { unknown, known, revoked } state = State::unknown;
+    // asked → known or revoked: whose it is says whether the key is one of its own. Posts wait for that.
+    enum class State : std::uint8_t { unknown, asked, known, revoked } state = State::unknown;
     std::uint32_t in_flight = 0;
 };
 
@@ -122,6 +123,9 @@ struct Objects {
     // Twice as many as asked for where they can be replaced: one half is in use, the other empty, but in between.
     std::vector<Handle<fid_ep>> endpoints;
 };
+
+MessageHeader inquiry_of(const RegionKey& key);
+MessageHeader revocation_of(const LocalRegion& region, std::uint32_t id, std::uint64_t sender);
 
 class LibfabricProvider final : public Provider {
   public:
@@ -170,6 +174,7 @@ class LibfabricProvider final : public Provider {
     PostResult refuse(Status status);
     std::optional<Status> check(const PostCommand& command) const;
     std::optional<Status> check_remote(const PostCommand& command) const;
+    bool awaits_key(const PostCommand& command) const;
     ssize_t post_rma(const PostCommand& command, OperationContext& context);
     ssize_t post_atomic(const PostCommand& command, OperationContext& context);
     ssize_t post_signal_message(const PostCommand& command, OperationContext& context);
@@ -208,11 +213,19 @@ class LibfabricProvider final : public Provider {
     bool answerable(const Peer& peer) const;
     void send_answers();
     void send_notices();
+    void post_receives();
+
+    // libfabric_keys.cpp: keys that are asked about before they are used, and keys that are taken back
+    RegionKey key_of(std::uint32_t id) const;
+    bool is_ours(const MessageHeader& inquiry) const;
+    void ask_for_keys();
+    void ask_again();
+    bool may_ask(RemoteRegionId id) const;
+    void key_answered(const MessageHeader& message);
+    void start_revoking(LocalRegion& region, std::uint32_t id);
     void revoked_there(const MessageHeader& message);
     void revocation_answered(const MessageHeader& message);
     bool on_its_way(const MessageHeader& revocation) const;
-    void start_revoking(LocalRegion& region, std::uint32_t id);
-    void post_receives();
     OperationContext& answer_of(const OperationContext& receive) {
         return objects_->sets[receive.set].answers[receive.index];
     }
@@ -276,6 +289,8 @@ class LibfabricProvider final : public Provider {
     std::vector<OperationContext*>
         held_answers_;  // revocations of regions that operations of ours are still on their way to
     std::deque<MessageHeader> unsent_notices_;  // revocations; `sender` holds the receiver until they leave
+    std::deque<RemoteRegionId> unasked_;        // their keys are to be asked about …
+    std::deque<RemoteRegionId> asked_;          // … and these have been, in that order
     // A message of a peer that has added us before we have added it.
     struct Early {
         OperationContext* receive = nullptr;

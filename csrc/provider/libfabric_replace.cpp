@@ -178,6 +178,7 @@ void LibfabricProvider::tell_unmoved() {
 
 void LibfabricProvider::greet_peers() {
     for (Ungreeted& each : ungreeted_) each.sent = false;
+    ask_again();
 }
 
 void LibfabricProvider::greet() {

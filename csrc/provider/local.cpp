@@ -151,9 +151,33 @@ ControlResult LocalProvider::register_region(RegionId id, const RegionSpec& spec
     region->slot = free_slots_.back();
     free_slots_.pop_back();
     region->registration = next_registration_++;
-    mailbox().regions[region->slot].registration.store(region->registration, std::memory_order_release);
     regions_[id.value] = std::move(region);
+    publish(key_of(*regions_[id.value]));
     return {};
+}
+
+void LocalProvider::publish(const Key& key) {
+    RegionSlot& slot = mailbox().regions[key.slot];
+    slot.address.store(key.address, std::memory_order_relaxed);
+    slot.offset.store(key.offset, std::memory_order_relaxed);
+    slot.bytes.store(key.bytes, std::memory_order_relaxed);
+    slot.fd.store(key.fd, std::memory_order_relaxed);
+    slot.access.store(key.access, std::memory_order_relaxed);
+    slot.registration.store(key.registration, std::memory_order_release);
+}
+
+KeyIs LocalProvider::look_up(const Peer& peer, const Key& key) {
+    const RegionSlot& slot = peer.mailbox().regions[key.slot];
+    if (slot.registration.load(std::memory_order_acquire) != key.registration) return KeyIs::stale;
+    const bool same = slot.address.load(std::memory_order_relaxed) == key.address &&
+                      slot.offset.load(std::memory_order_relaxed) == key.offset &&
+                      slot.bytes.load(std::memory_order_relaxed) == key.bytes &&
+                      slot.fd.load(std::memory_order_relaxed) == key.fd &&
+                      slot.access.load(std::memory_order_relaxed) == key.access;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    // What was read meanwhile may be of the next registration.
+    if (slot.registration.load(std::memory_order_relaxed) != key.registration) return KeyIs::stale;
+    return same ? KeyIs::published : KeyIs::forged;
 }
 
 ControlResult LocalProvider::deregister_region(RegionId id) {
@@ -184,7 +208,10 @@ std::vector<std::byte> LocalProvider::address(EndpointId endpoint) const {
 
 std::vector<std::byte> LocalProvider::region_key(RegionId id) const {
     if (!open_now() || id.value >= regions_.size() || !regions_[id.value]) return {};
-    const LocalRegion& region = *regions_[id.value];
+    return to_bytes(key_of(*regions_[id.value]));
+}
+
+Key LocalProvider::key_of(const LocalRegion& region) {
     Key key;
     key.fd = region.file ? region.file.get() : -1;
     key.address = region.file ? 0 : reinterpret_cast<std::uintptr_t>(region.spec.address);
@@ -193,7 +220,7 @@ std::vector<std::byte> LocalProvider::region_key(RegionId id) const {
     key.registration = region.registration;
     key.offset = region.spec.fd_offset;
     key.bytes = region.spec.bytes;
-    return to_bytes(key);
+    return key;
 }
 
 ControlResult LocalProvider::add_peer(PeerId peer, std::span<const std::byte> address) {
@@ -358,10 +385,14 @@ ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, s
     if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
     if (remotes_[id.value] && remotes_[id.value]->peer != peer)
         return {Status::refused, 0, "remote region " + number(id.value) + " belongs to another peer"};
-    if (key.fd < 0) {
-        if (key.address == 0 || key.bytes > ~key.address)
-            return invalid("key of a " + what + " names no memory that can be");
-        if (!may_attach(*peers_[peer.value])) return cannot_attach(what, *peers_[peer.value]);
+    if (key.fd < 0 && (key.address == 0 || key.bytes > ~key.address))
+        return invalid("key of a " + what + " names no memory that can be");
+    remote->is = look_up(*peers_[peer.value], key);
+    if (remote->is == KeyIs::forged)
+        return {Status::refused, 0,
+                "key of a " + what + " names other memory than its owner has registered under that number"};
+    if (key.fd < 0 || remote->is == KeyIs::stale) {
+        if (key.fd < 0 && !may_attach(*peers_[peer.value])) return cannot_attach(what, *peers_[peer.value]);
         remotes_[id.value] = std::move(remote);
         return {};
     }

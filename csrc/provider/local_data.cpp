@@ -58,7 +58,8 @@ std::optional<Status> LocalProvider::check(const PostCommand& command) const {
     }
     if (command.remote.value >= remotes_.size() || !remotes_[command.remote.value]) return Status::bad_key;
     const RemoteRegion& remote = *remotes_[command.remote.value];
-    if (remote.peer != command.peer || (remote.key.access & (command.kind == OpKind::read ? 2u : 1u)) == 0)
+    if (remote.is != KeyIs::published || remote.peer != command.peer ||
+        (remote.key.access & (command.kind == OpKind::read ? 2u : 1u)) == 0)
         return Status::bad_key;
     const std::uint64_t bytes = command.kind == OpKind::signal ? sizeof(std::uint64_t) : command.bytes;
     if (bytes > remote.key.bytes || command.remote_offset > remote.key.bytes - bytes) return Status::out_of_range;

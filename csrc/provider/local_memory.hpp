@@ -66,9 +66,13 @@ class Mapping {
     std::size_t bytes_ = 0, skip_ = 0;
 };
 
-// One registered region, as its owner publishes it.
+// One registered region, as its owner publishes it: a key that says anything else of it is forged, or damaged, and
+// would reach memory that nobody has registered. Written before `registration`.
 struct RegionSlot {
     std::atomic<std::uint64_t> registration;  // 0: none. Numbers are never used twice
+    std::atomic<std::uint64_t> address, offset, bytes;
+    std::atomic<std::int32_t> fd;
+    std::atomic<std::uint32_t> access;
 };
 
 // One peer that writes here. It says where it is about to copy, looks whether that is still open to it, copies, and
@@ -89,7 +93,7 @@ std::uint64_t process_word(std::int32_t pid);
 
 // What each provider shows its peers, in a memfd of its own.
 struct Mailbox {
-    static constexpr std::uint64_t kMagic = 0x32'58'4f'42'4c'41'58'45;  // "EXALBOX2"
+    static constexpr std::uint64_t kMagic = 0x33'58'4f'42'4c'41'58'45;  // "EXALBOX3"
     std::uint64_t magic;
     std::uint64_t secret;  // proves that the file is the one that the address names
     std::uint32_t slots;

@@ -74,9 +74,14 @@ struct LocalRegion {
     std::uint32_t in_flight = 0;
 };
 
+// A key, beside what its owner publishes. stale: of no registration that is there now; and if it should name a later
+// one, it was made up.
+enum class KeyIs : std::uint8_t { published, stale, forged };
+
 struct RemoteRegion {
     PeerId peer;
     Key key;
+    KeyIs is = KeyIs::stale;
     Mapping mapping;  // none of the caller's own memory
 };
 
@@ -137,6 +142,9 @@ class LocalProvider final : public Provider {
     bool open_now() const { return static_cast<bool>(mailbox_); }
     std::optional<Status> check(const PostCommand& command) const;
     PostResult refuse(Status status, int code = 0);
+    void publish(const Key& key);
+    static KeyIs look_up(const Peer& peer, const Key& key);
+    static Key key_of(const LocalRegion& region);
     UserSlot* claim_user(Mailbox& box) const;
     void release_user(Peer& peer) const;
     void set_fence(std::uint64_t name, bool fenced);

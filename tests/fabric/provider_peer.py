@@ -127,7 +127,8 @@ def _answer(side: Side, arrivals: list[tuple[int, bytes]], command: str, argumen
         case "deregister":
             return _deregister(side, arrivals, *arguments)
         case "register":  # again under the same number; gives the new key
-            side.data = side.probe.create_region(*arguments)
+            address = side.probe.create_region(*arguments)
+            side.data = address if arguments[0] == DATA else side.data
             return side.probe.region_key(arguments[0])
         case "await_word":  # until the word is there, then what the data looked like at that moment
             offset, value, length = arguments

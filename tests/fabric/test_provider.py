@@ -318,6 +318,7 @@ def test_a_killed_peer_ends_in_errors_never_in_success_and_closing_is_quick(setu
     setup.require()
     with pair(setup.kind, setup.options) as both:
         assert both.run("notification", payload=b"hello") == "ok"
+        assert both.run("write", local=DATA, remote=DATA, bytes=8) == "ok"  # its key is known to be good
         both.stop()
         if setup.kind != "local":  # mapped memory outlives its process: a copy there succeeds, and nobody is misled by a signal
             for slot in range(4):

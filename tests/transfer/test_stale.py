@@ -1,0 +1,164 @@
+"""Registrations that are taken back at any time: an error of who still used them, and of nobody and nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy
+import pytest
+
+from expertwire.errors import ExpertwireError, NotFoundError, TransferError
+from expertwire.transfer import Agent, Card, Descriptors
+from transfer.world import BOTH
+
+NBYTES = 1 << 20
+BAD_KEY = "with agent 'b' failed: bad_key"
+
+
+class Two:
+    """Agents a and b of this process, each with memory; `card`: of b while all of it was registered."""
+
+    def __init__(self, a: Agent, b: Agent) -> None:
+        self.a, self.b = a, b
+        self.here, self.there = numpy.full(NBYTES, 7, dtype=numpy.uint8), numpy.full(NBYTES, 1, dtype=numpy.uint8)
+        self.always = numpy.zeros(4096, dtype=numpy.uint8)
+        a.register(rows(self.here), "DRAM")
+        b.register(rows(self.there), "DRAM")
+        b.register(rows(self.always), "DRAM")
+        self.card = b.card()
+
+    def move(self, operation: str, there: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], nbytes: int = 4096) -> str:
+        """ "", or what the transfer says."""
+        remote = [(int(there.ctypes.data), nbytes, 0)]
+        transfer = self.a.initialize(operation, [(int(self.here.ctypes.data), nbytes, 0)], remote, "b", kind="DRAM")
+        transfer.post()
+        try:
+            transfer.wait()
+        except ExpertwireError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            transfer.release()
+        return ""
+
+    def only_its_own_fails(self) -> None:
+        for nbytes in (4096, NBYTES):  # over both lanes
+            for operation in ("WRITE", "READ"):
+                said = self.move(operation, self.there, nbytes)
+                assert said.startswith("TransferError: "), said
+                assert BAD_KEY in said, said
+        assert numpy.all(self.there == 1)
+        assert numpy.all(self.here == 7)
+        self.a.connect("b")
+        assert not self.move("WRITE", self.always), "b is well, and is reached"
+        assert numpy.all(self.always == 7)
+
+
+def rows(memory: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]) -> list[tuple[int, int, int]]:
+    return [(int(memory.ctypes.data), memory.nbytes, 0)]
+
+
+@pytest.fixture(params=list(BOTH))
+def two(request: pytest.FixtureRequest) -> Iterator[Two]:
+    with ExitStack() as stack:
+        yield Two(*(stack.enter_context(Agent(name, BOTH[request.param])) for name in "ab"))
+
+
+def part_of(two: Two) -> Card:
+    """What was on a card that said nothing of connections and only of `there`."""
+    (area,) = (each for each in two.card.areas if each.address == int(two.there.ctypes.data))
+    return replace(two.card, areas=(area,), complete=False, door=None)
+
+
+def before_they_meet(two: Two) -> None:
+    two.b.deregister(rows(two.there), "DRAM")
+    two.a.add_remote(two.card)
+
+
+def once_they_know_each_other(two: Two) -> None:
+    two.a.add_remote(two.card)
+    two.b.deregister(rows(two.there), "DRAM")
+
+
+def after_it_was_used(two: Two) -> None:
+    two.a.add_remote(two.card)
+    assert not two.move("WRITE", two.there)
+    two.there[:] = 1
+    two.b.deregister(rows(two.there), "DRAM")
+
+
+def by_a_card_that_was_on_its_way_for_long(two: Two) -> None:
+    """They know each other without it; it is taken back; only then is it heard of."""
+    old = part_of(two)
+    two.a.add_remote(replace(two.card, areas=tuple(area for area in two.card.areas if area not in old.areas)))
+    with pytest.raises(NotFoundError):
+        two.move("WRITE", two.there)
+    two.b.deregister(rows(two.there), "DRAM")
+    two.a.add_remote(old)
+
+
+def registered_anew(two: Two) -> None:
+    two.b.deregister(rows(two.there), "DRAM")
+    two.b.register(rows(two.there), "DRAM")
+    two.a.add_remote(two.card)
+
+
+@pytest.mark.parametrize(
+    "taken_back", [before_they_meet, once_they_know_each_other, after_it_was_used, by_a_card_that_was_on_its_way_for_long, registered_anew]
+)
+def test_whenever_a_registration_is_taken_back_its_owner_is_well(two: Two, taken_back: Callable[[Two], None]) -> None:
+    taken_back(two)
+    two.only_its_own_fails()
+    if taken_back is not registered_anew:
+        two.b.register(rows(two.there), "DRAM")
+    two.a.add_remote(two.b.card())
+    assert not two.move("WRITE", two.there)
+    assert numpy.all(two.there[:4096] == 7)
+
+
+def test_a_card_that_says_more_than_was_registered_reaches_nothing(two: Two) -> None:
+    """Forged, or damaged: the addresses lie within what the card says, and beside what is registered."""
+    whole, always = two.card.areas
+    two.a.add_remote(replace(two.card, areas=(whole, replace(always, nbytes=2 * always.nbytes))))
+    beside = [(int(two.always.ctypes.data) + 4096, 4096, 0)]
+    transfer = two.a.initialize("READ", [(int(two.here.ctypes.data), 4096, 0)], beside, "b", kind="DRAM")
+    transfer.post()
+    with pytest.raises(TransferError, match=f"{BAD_KEY}|out_of_range"):
+        transfer.wait()
+    assert not two.move("WRITE", two.always)
+
+
+def test_taken_back_and_given_again_all_the_time_while_transfers_run(two: Two) -> None:
+    """Whatever a transfer meets, it ends well or by bad_key, and one to other memory always ends well."""
+    two.a.add_remote(two.card)
+    over = threading.Event()
+    rounds = 0
+
+    def come_and_go() -> None:
+        nonlocal rounds
+        while not over.is_set():
+            two.b.deregister(rows(two.there), "DRAM")
+            two.b.register(rows(two.there), "DRAM")
+            rounds += 1
+
+    owner = threading.Thread(target=come_and_go)
+    owner.start()
+    ended = {"well": 0, "bad_key": 0}
+    until = time.monotonic() + 20
+    try:
+        while min(ended.values()) < 3 or rounds < 5:
+            assert time.monotonic() < until, (ended, rounds)
+            if sum(ended.values()) % 3 == 0:
+                two.a.add_remote(two.b.card())
+                if not two.a.knows("b", Descriptors.of(rows(two.there), "DRAM")):
+                    continue  # the card was made while it was away
+            said = two.move("WRITE", two.there, NBYTES)
+            assert not said or BAD_KEY in said, said
+            ended["bad_key" if said else "well"] += 1
+            assert not two.move("READ", two.always)
+    finally:
+        over.set()
+        owner.join()
