@@ -123,8 +123,15 @@ def forms(here: Here, name: str, base: int) -> int:
         agent.make("READ", agent.prepare("", tensors), torch.tensor([3, 1]), agent.prepare(name, there_rows, "cpu"), numpy.array([3, 1])),
         agent.make("WRITE", agent.prepare("", tensors), 2, agent.prepare(name, there_rows, "DRAM"), [2]),
         agent.make("WRITE", agent.prepare("", tensors), None, agent.prepare(name, there_rows, "DRAM"), None, merge=False),
+        agent.initialize(
+            "WRITE",
+            numpy.array([(here.base, 64, 0, nbytes, 4), (here.base, 64, 0, 64, 2)], dtype=numpy.uint64),
+            numpy.array([(base + 8192, 64, 0, 128, 6)], dtype=numpy.uint64),
+            name,
+            kind="DRAM",
+        ),
     ]
-    assert [each.run_count for each in transfers] == [1, 1, 1, 2, 1, 4]
+    assert [each.run_count for each in transfers] == [1, 1, 1, 2, 1, 4, 6]
     for transfer in transfers:
         agent.post(transfer)
         transfer.wait()

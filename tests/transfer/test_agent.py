@@ -41,7 +41,7 @@ def test_513_descriptors_go_both_ways_and_their_word_comes_behind_them(pair: Gro
 
 
 def test_every_form_of_descriptors_and_indices_moves_the_same(pair: Group) -> None:
-    assert pair["a"].call(bodies.forms, "b", pair["b"].call(bodies.base_of)) == 6
+    assert pair["a"].call(bodies.forms, "b", pair["b"].call(bodies.base_of)) == 7
 
 
 def test_messages_come_in_order_and_may_be_of_any_bytes(pair: Group) -> None:

@@ -128,8 +128,9 @@ def test_lists_of_descriptors(pair: Pair) -> None:
     for given in ([row], numpy.array([row])):
         with pytest.raises(nixlInvalidParamError, match="do not say what memory they are of"):
             agent.get_xfer_descs(given)
-    with pytest.raises(nixlInvalidParamError, match="strided"):
-        agent.get_xfer_descs(numpy.ones((1, 5), dtype=numpy.uint64), "DRAM")
+    assert list(agent.get_xfer_descs(numpy.array([[4096, 8, 0, 16, 2]]), "DRAM")) == [(4096, 8, 0), (4112, 8, 0)]
+    with pytest.raises(nixlInvalidParamError, match="stride at least"):
+        agent.get_xfer_descs(numpy.array([[4096, 8, 0, 4, 2]]), "DRAM")
     with pytest.raises(nixlInvalidParamError, match="'SSD' is not known"):
         agent.get_reg_descs([row], "SSD")
 

@@ -21,6 +21,10 @@ from expertwire.transfer.states import NEVER_POSTED, RELEASED, TransferState, st
 ROWS = [(4096, 64, 0), (8192, 128, 3), (1, 1, 0)]
 
 
+def strided(*rows: tuple[int, int, int, int, int]) -> numpy.ndarray[Any, Any]:
+    return numpy.array(rows, dtype=numpy.uint64)
+
+
 def test_tuples_and_arrays_of_any_layout_say_the_same() -> None:
     wide = numpy.zeros((3, 6), dtype=numpy.int64)
     wide[:, ::2] = ROWS
@@ -34,6 +38,12 @@ def test_tuples_and_arrays_of_any_layout_say_the_same() -> None:
     assert lists[0] != Descriptors.of(ROWS, "VRAM")
     with pytest.raises(ValueError, match="read-only"):
         lists[0].addresses[0] = 7
+
+
+def test_a_strided_row_stands_for_its_pieces_in_order() -> None:
+    found = Descriptors.of(strided((4096, 8, 1, 64, 3), (100, 4, 0, 4, 2), (2**64 - 17, 16, 0, 2**63, 1)), "DRAM")
+    assert found.rows() == [(4096, 8, 1), (4160, 8, 1), (4224, 8, 1), (100, 4, 0), (104, 4, 0), (2**64 - 17, 16, 0)]
+    assert len(Descriptors.of(strided()[:0].reshape(0, 5), "DRAM")) == 0
 
 
 def test_what_comes_with_tuples_is_kept() -> None:
@@ -72,7 +82,19 @@ def test_tensors_say_where_they_are_and_are_kept() -> None:
         ([(2**64 - 8, 8, 0)], "DRAM", InvalidArgumentError, "ends below"),
         (numpy.zeros((2, 3), dtype=numpy.float64), "DRAM", InvalidTypeError, "float64"),
         (numpy.zeros((2, 4), dtype=numpy.int64), "DRAM", InvalidArgumentError, "shape"),
-        (numpy.ones((2, 5), dtype=numpy.int64), "DRAM", InvalidArgumentError, "strided"),
+        (
+            strided((4096, 8, 0, 8, 1), (4096, 8, 0, 7, 2)),
+            "DRAM",
+            InvalidArgumentError,
+            "descriptor 1 is .4096, 8, 0, 7, 2.: .*stride at least",
+        ),
+        (strided((4096, 8, 0, 8, 0)), "DRAM", InvalidArgumentError, "count is at least 1"),
+        (strided((4096, 8, 0, 8, 2**40)), "DRAM", InvalidArgumentError, "name 1099511627776 pieces, the limit is 16777216"),
+        (strided((2**64 - 64, 8, 0, 32, 3)), "DRAM", InvalidArgumentError, "last piece does not end below"),
+        (strided((4096, 8, 0, 2**63, 4)), "DRAM", InvalidArgumentError, "last piece does not end below"),
+        (strided((4096, 0, 0, 8, 2)), "DRAM", InvalidArgumentError, "descriptor 0 is 0 bytes"),
+        (strided((4096, 8, 0, 8, 1)), None, InvalidArgumentError, "do not say what memory"),
+        (strided((4096, 8, 0, 8, 1)).astype(numpy.int64) * -1, "DRAM", InvalidArgumentError, "no number of it may be negative"),
         (numpy.array([(4096, 64, 0), (4096, -1, 0)]), "DRAM", InvalidArgumentError, "descriptor 1"),
     ],
 )
@@ -132,6 +154,21 @@ def test_neighbours_on_both_sides_become_one_run() -> None:
     assert rows_of(runs_of(rows).merged()) == [(0, 0, 1, 100, 35), (0, 35, 1, 136, 5), (1, 40, 1, 141, 5), (1, 45, 2, 146, 3)]
     assert rows_of(runs_of(rows[:1]).merged()) == rows[:1]
     assert rows_of(runs_of(rows[3:5]).merged()) == rows[3:5]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_are_the_same_bytes_in_order_and_none_is_too_large(seed: int) -> None:
+    draw = random.Random(seed)
+    count = draw.randrange(1, 40)
+    rows = [(index % 3, 10_000 * index, 7, 20_000 * index, draw.choice((1, 3, 16, 17, 160, 999))) for index in range(count)]
+    operations, chunk_bytes = draw.randrange(1, 20), draw.choice((16, 100, 2**63))
+    runs = runs_of(rows)
+    parts = runs.parts(operations, chunk_bytes)
+    for part in parts:
+        assert 0 < sum(-(-int(length) // chunk_bytes) for length in part.lengths) <= operations
+    moved = [(row[0], row[1] + at, row[2], row[3] + at) for part in parts for row in rows_of(part) for at in range(row[4])]
+    assert moved == [(row[0], row[1] + at, row[2], row[3] + at) for row in rows for at in range(row[4])]
+    assert runs.parts(10**6, chunk_bytes) == [runs]
 
 
 def test_merging_moves_the_same_bytes() -> None:

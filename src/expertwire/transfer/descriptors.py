@@ -18,6 +18,7 @@ _ALIASES = {"cpu": "DRAM", "cuda": "VRAM"}
 _COLUMNS = 3
 _TAGGED_COLUMNS = 4
 _STRIDED_COLUMNS = 5
+_PIECES_MAX = 1 << 24  # of one list: 400 MB of numbers; a row of five could name any number of them
 
 
 class Descriptors:
@@ -48,6 +49,8 @@ class Descriptors:
     @classmethod
     def of(cls, given: Any, kind: str | None = None) -> Descriptors:
         """From another Descriptors, a contiguous tensor or several, tuples (address, bytes, device[, meta]), or an integer array N × 3.
+
+        A row of an array N × 5 is (address, bytes, device, stride, count): so many pieces, each that many bytes behind the one before it.
 
         `kind` ("DRAM", "VRAM", …; "cpu" and "cuda" too) is needed for tuples and arrays, since a number does not say whose memory it is in;
         of a tensor its device says it. Raises `InvalidArgumentError`, `InvalidTypeError`.
@@ -91,14 +94,14 @@ class Descriptors:
         if array.dtype not in (numpy.uint64, numpy.int64):
             raise InvalidTypeError(f"an array of descriptors is of {array.dtype}; it must be uint64 or int64")
         if array.ndim == 2 and array.shape[1] == _STRIDED_COLUMNS:
-            raise InvalidArgumentError("strided descriptors (arrays N × 5) are not taken; give one row of (address, bytes, device) a piece")
+            _not_negative(array)
+            return cls(_named(kind), *_strided(array.astype(numpy.uint64)))
         if array.ndim != 2 or array.shape[1] != _COLUMNS:
             raise InvalidArgumentError(
-                f"an array of descriptors is of shape {array.shape}; it must be N × {_COLUMNS}: address, bytes, device"
+                f"an array of descriptors is of shape {array.shape}; it must be N × {_COLUMNS}: address, bytes, device, "
+                f"or N × {_STRIDED_COLUMNS}: address, bytes, device, stride, count"
             )
-        if array.dtype == numpy.int64 and array.size and int(array.min()) < 0:
-            row = int(numpy.argmin(array.min(axis=1)))
-            raise InvalidArgumentError(f"descriptor {row} is {tuple(map(int, array[row]))}; no number of it may be negative")
+        _not_negative(array)
         return cls(_named(kind), *_columns(array.astype(numpy.uint64)))
 
     @classmethod
@@ -173,6 +176,35 @@ def _columns(table: NDArray[numpy.uint64]) -> tuple[U64, U64, U64]:
         numpy.ascontiguousarray(table[:, 1]),
         numpy.ascontiguousarray(table[:, 2]),
     )
+
+
+def _not_negative(array: NDArray[Any]) -> None:
+    if array.dtype == numpy.int64 and array.size and int(array.min()) < 0:
+        row = int(numpy.argmin(array.min(axis=1)))
+        raise InvalidArgumentError(f"descriptor {row} is {tuple(map(int, array[row]))}; no number of it may be negative")
+
+
+def _strided(table: NDArray[numpy.uint64]) -> tuple[U64, U64, U64]:
+    """Every piece of every row, in order."""
+    addresses, lengths, devices, strides, counts = (table[:, column] for column in range(_STRIDED_COLUMNS))
+    wrong = (counts == 0) | (strides < lengths)
+    if wrong.any():
+        row = int(numpy.argmax(wrong))
+        raise InvalidArgumentError(
+            f"strided descriptor {row} is {tuple(map(int, table[row]))}: (address, bytes, device, stride, count), whose count is at "
+            "least 1 and whose stride at least its bytes"
+        )
+    pieces = sum(map(int, counts))
+    if pieces > _PIECES_MAX:
+        raise InvalidArgumentError(f"{len(table)} strided descriptors name {pieces} pieces, the limit is {_PIECES_MAX}; split them")
+    last = (counts - numpy.uint64(1)) * strides
+    beyond = (strides > numpy.iinfo(numpy.uint64).max // numpy.maximum(counts, 1)) | (last > ~addresses)
+    if beyond.any():
+        row = int(numpy.argmax(beyond))
+        raise InvalidArgumentError(f"strided descriptor {row} is {tuple(map(int, table[row]))}: its last piece does not end below 2^64")
+    times = counts.astype(numpy.int64)
+    which = numpy.arange(pieces, dtype=numpy.uint64) - numpy.repeat(numpy.cumsum(counts) - counts, times)
+    return numpy.repeat(addresses, times) + which * numpy.repeat(strides, times), numpy.repeat(lengths, times), numpy.repeat(devices, times)
 
 
 def _is_word(value: Any) -> bool:
