@@ -46,9 +46,7 @@ NthFault nth_named(const std::string& name) {
     throw nb::value_error(("'" + name + "' is not what may become of the n-th operation; see nth_faults()").c_str());
 }
 
-namespace {
-
-NetworkFaults to_faults(const nb::dict& options) {
+NetworkFaults network_faults_of(const nb::dict& options) {
     NetworkFaults faults;
     const auto take = [&](const char* name, auto& into) {
         if (options.contains(name)) into = nb::cast<std::decay_t<decltype(into)>>(options[name]);
@@ -70,6 +68,8 @@ NetworkFaults to_faults(const nb::dict& options) {
     take("null_context", faults.null_context);
     return faults;
 }
+
+namespace {
 
 nb::dict to_dict(const EngineSimulationResult& result) {
     nb::dict out, faults, events, transitions;
@@ -120,7 +120,7 @@ nb::list run_engine(const std::vector<std::uint64_t>& seeds, std::uint32_t ranks
     options.requests_per_rank = requests_per_rank;
     options.check_engine = check_engine;
     options.own_faults = !faults.is_none();
-    if (options.own_faults) options.faults = to_faults(nb::cast<nb::dict>(faults));
+    if (options.own_faults) options.faults = network_faults_of(nb::cast<nb::dict>(faults));
     std::vector<EngineSimulationResult> results;
     {
         nb::gil_scoped_release released;

@@ -9,4 +9,5 @@ NB_MODULE(_simulation, module) {
     expertwire::bind_exchange_simulation(module);
     expertwire::bind_rails_simulation(module);
     expertwire::bind_low_latency_simulation(module);
+    expertwire::bind_transfer_simulation(module);
 }

@@ -48,6 +48,7 @@ void check_options(const ContextOptions& options) {
     within("counters", options.counters, 0, 1u << 24);
     within("regions_max", options.regions_max, 2, 65'536);
     within("operations_max", options.operations_max, 16, 1u << 20);
+    within("notifications_max", options.notifications_max, 1, 1u << 24);
     if (options.hard_timeout_ns < options.timeout_ns)
         fail("hard_timeout_ms is " + std::to_string(options.hard_timeout_ns / 1'000'000) + ", below timeout_ms, " +
              std::to_string(options.timeout_ns / 1'000'000) + "; give at least the same");

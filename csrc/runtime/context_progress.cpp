@@ -13,7 +13,6 @@ namespace expertwire::runtime {
 namespace {
 
 constexpr std::size_t reaped_per_turn = 64;
-constexpr std::size_t arrivals_max = 65'536;
 constexpr TimeNs word_retry_ns = 1'000'000;
 
 // In the order in which they are told: whom we have removed before what may be said of us, the farewell last.
@@ -126,7 +125,7 @@ void ContextState::post_now(TimeNs now) {
 void ContextState::collect_arrivals() {
     const std::lock_guard lock(arrivals_mutex);
     for (Arrival& arrival : arrivals_scratch) {
-        if (arrivals.size() >= arrivals_max) {
+        if (arrivals.size() >= options.notifications_max) {
             ++counters.notifications_dropped;
             continue;
         }

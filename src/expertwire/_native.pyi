@@ -108,7 +108,7 @@ class Context:
         options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,
         signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, rendezvous,
         ordering ('auto', 'gated', 'counted'), max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, sync_writes,
-        liveness ('auto', 'heartbeat'), endpoints, bulk_chunk_bytes, bulk_window, bulk_hold_us, operations_max, regions_max,
+        liveness ('auto', 'heartbeat'), endpoints, bulk_chunk_bytes, bulk_window, bulk_hold_us, operations_max, regions_max, notifications_max,
         independent (peers are no job: each numbers the others as it likes).
         Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.
         """

@@ -3,6 +3,10 @@ Expertwire's deterministic simulation. Use expertwire.testing; this module's nam
 """
 
 from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
 
 
 def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False, trace_lines: int = 0, squeeze: bool = False, counted: bool = False) -> list:
@@ -143,3 +147,59 @@ def run_low_latency_nth(seed: int, how: str, stride: int = 1) -> dict:
     """
     The n-th operation of a run of the low-latency mode fails; as run_exchange_nth.
     """
+
+class TransferNetwork:
+    """Endpoints of agents over one simulated network."""
+
+    def __init__(self, seed: int, places: int, peers_max: int, operations_max: int, regions_max: int, faults: dict) -> None: ...
+
+    def register_region(self, place: int, region: int, address: int, bytes: int) -> bool: ...
+
+    def deregister_region(self, place: int, region: int) -> bool:
+        """False while a request of this place uses it."""
+
+    def region_key(self, place: int, region: int) -> bytes: ...
+
+    def add_peer(self, place: int, number: int, there: int) -> bool: ...
+
+    def remove_peer(self, place: int, number: int) -> bool: ...
+
+    def declare_dead(self, place: int, number: int) -> None: ...
+
+    def announce(self, place: int, number: int, remote: int, key: bytes) -> bool: ...
+
+    def submit(self, place: int, number: int, read: bool, locals: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], remotes: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote_offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], notification: bytes, lane: int) -> tuple:
+        """(status, ticket)."""
+
+    def status(self, place: int, ticket: int) -> int: ...
+
+    def error_code(self, place: int, ticket: int) -> int: ...
+
+    def cancel(self, place: int, ticket: int) -> bool: ...
+
+    def release(self, place: int, ticket: int) -> bool: ...
+
+    def take_notifications(self, place: int) -> list:
+        """[(place of its sender, bytes)]."""
+
+    def step(self) -> str:
+        """One turn; what of the engine's rules does not hold, or ""."""
+
+    def heal(self) -> None:
+        """No faults from here on."""
+
+    def kill(self, place: int, reported: bool) -> None: ...
+
+    @property
+    def now(self) -> int:
+        """Virtual ns."""
+
+    @property
+    def trace_hash(self) -> int: ...
+
+    @property
+    def posts(self) -> int: ...
+
+    @property
+    def faults(self) -> dict:
+        """How often each kind has struck."""

@@ -10,12 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-import numpy
 import pytest
 
 from expertwire.errors import CapacityError
 from expertwire.fabric.config import Settings
-from expertwire.transfer import Agent, TransferState
+from expertwire.transfer import Agent
 from harness import stop
 from transfer import bodies
 from transfer.world import BOTH, TCP, Group, agents
@@ -173,22 +172,25 @@ def test_an_agent_may_close_while_it_lets_others_go() -> None:
                 a._connections.look_around()
 
 
-def test_what_can_never_be_taken_is_refused_by_name_and_costs_nothing() -> None:
-    settings = BOTH["local"]
-    with Agent("a", settings, operations_max=4096) as a, Agent("b", settings) as b:
-        mine, theirs = (numpy.arange(200_000, dtype=numpy.uint8) for _ in range(2))
-        theirs[:] = 0
-        bases = [int(memory.ctypes.data) for memory in (mine, theirs)]
-        a.register([(bases[0], 200_000, 0)], "DRAM")
-        b.register([(bases[1], 200_000, 0)], "DRAM")
-        a.add_remote(b.card())
-        rows = [[(base + 16 * i, 8, 0) for i in range(9000)] for base in bases]
-        large = a.initialize("WRITE", *rows, "b", kind="DRAM")
-        with pytest.raises(CapacityError, match=r"WRITE of 9000 descriptors, 72000 bytes, with agent 'b', in 9000 pieces, .*split it"):
-            large.post()
-        assert large.state() is TransferState.READY
-        assert not theirs.any()
-        whole = a.initialize("WRITE", [(bases[0], 200_000, 0)], [(bases[1], 200_000, 0)], "b", kind="DRAM")
-        whole.post()
-        whole.wait()
-        assert numpy.array_equal(mine, theirs)
+def test_notifications_that_nobody_takes_are_bounded_and_their_target_is_told_of_those_that_were_lost() -> None:
+    for settings in BOTH.values():
+        with Agent("a", settings) as a, Agent("b", settings, notifications_max=50) as b:
+            a.add_remote(b.card())
+            words = [b"%d" % i for i in range(120)]
+            for word in words[:50]:
+                a.notify("b", word)
+            until = time.monotonic() + 10
+            while b._connections._held < 50:  # the door's thread takes them out of the transport, once
+                b._connections.look_around()
+                assert time.monotonic() < until
+            for word in words[50:]:
+                a.notify("b", word)
+            while (seen := b.statistics()).notifications + seen.notifications_dropped < 120:
+                assert time.monotonic() < until
+            with pytest.raises(CapacityError, match=r"^20 notifications were lost: 50 waited .* 100 that came before are given"):
+                b.notifications()
+            assert b.notifications() == {"a": words[:100]}
+            a.notify("b", b"after")
+            while not (found := b.notifications()):
+                assert time.monotonic() < until
+            assert found == {"a": [b"after"]}

@@ -46,6 +46,7 @@ class Endpoint:
         requests_max: int = 4096,
         operations_max: int = 4096,
         regions_max: int = 1024,
+        notifications_max: int = 65_536,
         independent: bool = False,
     ) -> None:
         """`counters`: 64-bit words that peers' signals add to. `lanes`: ordered queue pairs per peer. `hosts`: how many hosts the ranks
@@ -58,7 +59,8 @@ class Endpoint:
         in flight, and what is submitted then is cut half as large. `write()` and `read()` choose the lane by size.
 
         A peer on another host that has not been heard for `silence_ms` is dead. At most `requests_max` requests are kept, of
-        `operations_max` chunks and controls beside those in flight.
+        `operations_max` chunks and controls beside those in flight. Of notifications that have come and were not taken `notifications_max`
+        are kept; what comes beyond them is counted (`Statistics.notifications_dropped`) and lost.
 
         `independent`: the ranks are no job. This endpoint numbers its peers from 1 as it likes (it is 0 itself), learns from each which
         number it has there (`place` of `add_peer()`), knows no barrier, and a peer's death is nobody else's.
@@ -81,6 +83,7 @@ class Endpoint:
             "requests_max": requests_max,
             "operations_max": operations_max,
             "regions_max": regions_max,
+            "notifications_max": notifications_max,
             "independent": independent,
             "counters": counters,
             "timeout_ms": self.settings.timeout_ms,
@@ -100,6 +103,7 @@ class Endpoint:
         self._kept: dict[int, object] = {}
         self.lanes = lanes
         self._endpoints, self._bulk_turn = endpoints, 0
+        self.bulk_chunk_bytes, self.operations_max = bulk_chunk_bytes, operations_max
         self.rank = rank
         self.size = size
         self.provider = str(self.native.capabilities["provider"])

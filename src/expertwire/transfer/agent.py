@@ -11,13 +11,12 @@ from types import TracebackType
 from typing import Any
 
 from expertwire.errors import InvalidArgumentError, StateError
-from expertwire.fabric import Endpoint, Statistics
+from expertwire.fabric import Statistics
 from expertwire.fabric.config import Settings
-from expertwire.fabric.discover import choose_interface
 from expertwire.transfer.card import TOKEN_BYTES, Card, Door, check_name
 from expertwire.transfer.connections import Connections
 from expertwire.transfer.descriptors import Descriptors
-from expertwire.transfer.door import Doorkeeper
+from expertwire.transfer.ground import Ground
 from expertwire.transfer.memory import Registry
 from expertwire.transfer.requests import LANES, NOTIFICATION, Prepared, Transfer, check_notification
 from expertwire.transfer.runs import Runs, indices_of, same_lengths
@@ -45,14 +44,17 @@ class Agent:
         regions_max: int = 4096,
         requests_max: int = 4096,
         operations_max: int = 65_536,
+        notifications_max: int = 65_536,
         connect_timeout_ms: int = 5000,
         hosts: int = 2,
         lanes: int = LANES,
+        ground: Ground | None = None,
     ) -> None:
         """`regions_max`: registrations at one time. `requests_max`: transfers on their way. `operations_max`: pieces of all of them, once
-        neighbours are merged and what is large is cut; a transfer of more is refused. `hosts`: 1 where all agents are on this host (chooses
-        the interface, as `EXPERTWIRE_INTERFACE` does). `lanes`: 1 sends small and large to a peer over one queue pair, in order, which is
-        for comparisons; the same at all agents that meet.
+        neighbours are merged and what is large is cut; a transfer of more goes in parts. `notifications_max`: that wait here for
+        `notifications()`, and as many again in the transport. `hosts`: 1 where all agents are on this host (chooses the interface, as
+        `EXPERTWIRE_INTERFACE` does). `lanes`: 1 sends small and large to a peer over one queue pair, in order, which is for comparisons;
+        the same at all agents that meet. `ground`: what it stands on, for simulations.
 
         Raises `InvalidArgumentError`, `UnavailableError` (no such provider here, no interface), `CapacityError` (no memory).
         """
@@ -61,16 +63,17 @@ class Agent:
             raise InvalidArgumentError(f"lanes is {lanes}; an agent has 1 or {LANES} to each peer")
         self.instance = secrets.randbits(63) + 1
         settings = Settings.from_environment() if settings is None else settings
-        self._endpoint = Endpoint(
-            0,
-            peers_max + 1,
+        ground = Ground() if ground is None else ground
+        self._endpoint = ground.endpoint(
             settings,
+            size=peers_max + 1,
             lanes=lanes,
             endpoints=lanes,
             hosts=hosts,
             requests_max=requests_max,
             operations_max=operations_max,
             regions_max=regions_max + 1,  # one is its own
+            notifications_max=notifications_max,
             independent=True,
         )
         self.provider = self._endpoint.provider
@@ -78,12 +81,14 @@ class Agent:
         self._lock = threading.RLock()
         self._registry = Registry(self._endpoint)
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._connections = Connections(self._endpoint, self._lock, self.name, self.instance, token, peers_max, connect_timeout_ms)
+        self._connections = Connections(
+            self._endpoint, ground.knock, self._lock, self.name, self.instance, token, peers_max, connect_timeout_ms, notifications_max
+        )
         try:
             self._endpoint.start()
-            host = "127.0.0.1" if self.provider == "local" else choose_interface(settings, hosts).address
+            host = ground.host(self._endpoint, settings, hosts)
             lives = weakref.WeakMethod(self._connections.welcome), weakref.WeakMethod(self._connections.look_around)
-            self._keeper = Doorkeeper(
+            self._keeper = ground.door(
                 host,
                 lambda knock: welcome(knock) if (welcome := lives[0]()) else None,
                 lambda: look() if (look := lives[1]()) else False,
@@ -274,7 +279,11 @@ class Agent:
         self._endpoint.notify(peer.number, NOTIFICATION + payload).release()
 
     def notifications(self) -> dict[str, list[bytes]]:
-        """What has come since the last call: by the sender's name, in order of arrival. A sender need not have been added here."""
+        """What has come since the last call: by the sender's name, in order of arrival. A sender need not have been added here.
+
+        Raises `CapacityError`, once, where some were lost because more than twice `notifications_max` waited to be taken: how many; what
+        was kept is given by the next call. Their senders are not told.
+        """
         self._require_usable()
         return self._connections.take_messages()
 

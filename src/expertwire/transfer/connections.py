@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hmac
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from expertwire.errors import ExpertwireError, InvalidArgumentError, MismatchError, NotAllowedError, PeerError
-from expertwire.transfer.card import Card
-from expertwire.transfer.door import knock
+from expertwire.errors import CapacityError, ExpertwireError, InvalidArgumentError, MismatchError, NotAllowedError, PeerError
+from expertwire.transfer.card import Card, Door
 from expertwire.transfer.introduction import Answer, Knock, Refusal
 from expertwire.transfer.memory import RemoteMemory
 from expertwire.transfer.peers import Peer, PeerTable
@@ -21,21 +21,30 @@ __all__ = ["Connections"]
 
 _PARTING = b"\x02"  # the kind of message: I do not use you any more
 _PARTING_MS = 500
-_HELD_MAX = 65_536  # messages that wait here for their reader; beyond that they wait in the core, which has its own limit
 
 
 class Connections:
     """Of one agent. Serialised by the agent's lock, which is never held while another agent is waited for: it may be knocking here."""
 
     def __init__(
-        self, endpoint: Endpoint, lock: threading.RLock, name: str, instance: int, token: bytes, peers_max: int, connect_timeout_ms: int
+        self,
+        endpoint: Endpoint,
+        knock: Callable[[Door, Knock, str, float], Answer],
+        lock: threading.RLock,
+        name: str,
+        instance: int,
+        token: bytes,
+        peers_max: int,
+        connect_timeout_ms: int,
+        notifications_max: int,
     ) -> None:
         self.peers = PeerTable(peers_max)
-        self._endpoint, self._lock = endpoint, lock
+        self._endpoint, self._knock, self._lock = endpoint, knock, lock
         self._name, self._instance, self._token = name, instance, token
         self._connect_timeout_ms = connect_timeout_ms
         self._messages: dict[str, list[bytes]] = {}
-        self._held = 0
+        self._held, self._held_max = 0, notifications_max  # here; beyond that they wait in the core, which keeps as many and drops the rest
+        self._dropped = self._told = 0
         self._parting: threading.Thread | None = None
 
     # ---- the way out
@@ -88,7 +97,9 @@ class Connections:
         assert card.door is not None
         blob = self._endpoint.blob(own_only=True)
         try:
-            answer = knock(card.door, Knock(card.door.token, self._name, self._instance, peer.number, blob), peer.name, timeout_ms / 1000)
+            answer = self._knock(
+                card.door, Knock(card.door.token, self._name, self._instance, peer.number, blob), peer.name, timeout_ms / 1000
+            )
             if answer.instance != card.instance:
                 raise NotAllowedError(
                     f"agent {peer.name!r} answers as instance {answer.instance:#x}, its card is of {card.instance:#x}; get its newer card"
@@ -124,7 +135,7 @@ class Connections:
         if self._endpoint.native.closed:
             return False
         with self._lock:
-            if self._held < _HELD_MAX:
+            if self._held < self._held_max:
                 self._collect()
             known = [peer for peer in self.peers.all() if peer.connected and peer.instance != self._instance]
             over = [(peer, self._end_of(peer) or ("" if peer.card or peer.visitor else "nobody uses it")) for peer in known]
@@ -186,14 +197,24 @@ class Connections:
     # ---- messages
 
     def take_messages(self) -> dict[str, list[bytes]]:
-        """By name of who sent them."""
+        """By name of who sent them. Raises `CapacityError`, once, where some were lost."""
         with self._lock:
             self._collect()
+            if self._dropped > self._told:
+                lost, self._told = self._dropped - self._told, self._dropped
+                raise CapacityError(
+                    f"{lost} notifications were lost: {self._held_max} waited to be taken and as many in the transport, which is the "
+                    "limit; call notifications() more often, or give a higher notifications_max. "
+                    f"{self._held} that came before are given by the next call"
+                )
             taken, self._messages, self._held = self._messages, {}, 0
             return taken
 
     def _collect(self) -> None:
-        for number, frame in self._endpoint.notifications():
+        arrived = self._endpoint.notifications()
+        if len(arrived) >= self._held_max:  # it was full, so that some may have been lost
+            self._dropped = self._endpoint.statistics().notifications_dropped
+        for number, frame in arrived:
             peer = self.peers.numbered(number)
             if peer is not None and frame == _PARTING:
                 peer.visitor = False

@@ -47,18 +47,18 @@ class Doorkeeper:
             raise StateError(f"the door cannot listen at {host}: {error}; EXPERTWIRE_INTERFACE names another interface") from None
         self.host, self.port = host, int(self._listener.getsockname()[1])
         self._bell, self._button = socket.socketpair()
+        self._ending = threading.Lock()  # of the button, which the thread closes, too, where it ends by itself
         self._visitors: dict[socket.socket, _Visitor] = {}
         self._thread = threading.Thread(target=self._live, name="expertwire door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread and close the door. Idempotent."""
-        if self._button.fileno() < 0:
-            return
-        self._button.send(b"x")
+        with self._ending:
+            if self._button.fileno() >= 0:
+                self._button.send(b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._button.close()
 
     def _live(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -83,7 +83,9 @@ class Doorkeeper:
             for visitor in list(self._visitors.values()):
                 self._dismiss(selector, visitor)
         self._listener.close()
-        self._bell.close()
+        with self._ending:
+            self._bell.close()
+            self._button.close()
 
     def _welcome(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):  # it has gone again
