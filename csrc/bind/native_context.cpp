@@ -89,11 +89,11 @@ void take_word(const nb::dict& options, const char* key, T& field,
 
 runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, const nb::dict& options) {
     static constexpr const char* known[] = {
-        "provider",    "libraries",        "source_address",  "domain",       "signal_path",  "delivery_complete",
-        "trust_order", "rendezvous",       "max_outstanding", "lanes",        "requests_max", "counters",
-        "timeout_ms",  "hard_timeout_ms",  "heartbeat_ms",    "silence_ms",   "sync_writes",  "liveness",
-        "endpoints",   "bulk_chunk_bytes", "bulk_window",     "bulk_hold_us", "ordering",     "independent",
-        "regions_max", "operations_max", "notifications_max"};
+        "provider",    "libraries",        "source_address",   "domain",       "signal_path",  "delivery_complete",
+        "trust_order", "rendezvous",       "max_outstanding",  "lanes",        "requests_max", "counters",
+        "timeout_ms",  "hard_timeout_ms",  "heartbeat_ms",     "silence_ms",   "sync_writes",  "liveness",
+        "endpoints",   "bulk_chunk_bytes", "bulk_window",      "bulk_hold_us", "ordering",     "independent",
+        "regions_max", "operations_max",   "notifications_max"};
     for (auto [key, value] : options) {
         const std::string name = text(key);
         if (std::none_of(std::begin(known), std::end(known), [&](const char* word) { return name == word; }))

@@ -63,7 +63,8 @@ struct ContextOptions {
     bool independent = false;
     std::uint32_t regions_max = 1024;
     std::uint32_t operations_max = 4096;  // that may be accepted beyond those in flight
-    std::uint32_t notifications_max = 65'536;  // that have come and were not taken; what comes beyond is counted and lost
+    std::uint32_t notifications_max =
+        65'536;  // that have come and were not taken; what comes beyond is counted and lost
 };
 
 // Chunks as arrays of one length: chunk i is bytes[i] between local_offsets[i] of locals[i] and remote_offsets[i] of

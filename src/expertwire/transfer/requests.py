@@ -22,6 +22,7 @@ from expertwire.errors import (
 )
 from expertwire.fabric import Status
 from expertwire.fabric.lanes import lane_for
+from expertwire.transfer.parts import Parts
 from expertwire.transfer.states import ACTIVE, DONE, NEVER_POSTED, RELEASED, TransferState, state_of
 
 if TYPE_CHECKING:
@@ -109,10 +110,18 @@ class Transfer:
         self._prepared = self._prepare(runs, lane)
         self._native = self._prepared.native
 
-    def _prepare(self, runs: Runs, lane: int) -> PreparedRequest:
-        arrays = runs.locals_, runs.local_offsets, runs.remotes, runs.remote_offsets, runs.lengths
+    def _prepare(self, runs: Runs, lane: int) -> PreparedRequest | Parts:
+        """At once, or in as many parts as it takes so that each leaves half of the tables to others."""
+        endpoint, what, peer = self._endpoint, self.operation.lower(), self._peer.number
+        parts = runs.parts(endpoint.operations_max // 2, endpoint.bulk_chunk_bytes if lane > 0 else 2**63)
         try:
-            return self._endpoint.prepare_arrays(self.operation.lower(), self._peer.number, *arrays, lane=lane)
+            made = [
+                endpoint.prepare_arrays(
+                    what, peer, each.locals_, each.local_offsets, each.remotes, each.remote_offsets, each.lengths, lane=lane
+                )
+                for each in parts
+            ]
+            return made[0] if len(made) == 1 else Parts(made, endpoint.timeout_ms)
         except (InvalidArgumentError, StateError):  # what has changed since the lists were prepared
             self._check_places()
             raise

@@ -50,6 +50,44 @@ class Runs:
             numpy.add.reduceat(self.lengths, first),
         )
 
+    def parts(self, operations: int, chunk_bytes: int) -> list[Runs]:
+        """The same bytes, in order, in parts of at most `operations` chunks, where a run is cut into chunks of `chunk_bytes`."""
+        most = max(1, operations)
+        chunks = _chunks(self.lengths, chunk_bytes)
+        if int(chunks.sum()) <= most:
+            return [self]
+        whole = self._cut(most * chunk_bytes) if int(chunks.max()) > most else self
+        ends = numpy.cumsum(_chunks(whole.lengths, chunk_bytes))
+        found, first, before = [], 0, 0
+        while first < len(whole):
+            after = int(numpy.searchsorted(ends, before + most, side="right"))
+            found.append(whole._between(first, after))
+            first, before = after, int(ends[after - 1])
+        return found
+
+    def _between(self, first: int, after: int) -> Runs:
+        part = slice(first, after)
+        return Runs(self.locals_[part], self.local_offsets[part], self.remotes[part], self.remote_offsets[part], self.lengths[part])
+
+    def _cut(self, most_bytes: int) -> Runs:
+        """No run longer than that."""
+        pieces = _chunks(self.lengths, most_bytes).astype(numpy.int64)
+        which = numpy.arange(pieces.sum()) - numpy.repeat(numpy.cumsum(pieces) - pieces, pieces)
+        done = which.astype(numpy.uint64) * numpy.uint64(most_bytes)
+        lengths = numpy.minimum(numpy.repeat(self.lengths, pieces) - done, numpy.uint64(most_bytes))
+        return Runs(
+            numpy.repeat(self.locals_, pieces),
+            numpy.repeat(self.local_offsets, pieces) + done,
+            numpy.repeat(self.remotes, pieces),
+            numpy.repeat(self.remote_offsets, pieces) + done,
+            lengths,
+        )
+
+
+def _chunks(lengths: U64, most_bytes: int) -> U64:
+    """How many pieces of at most so many bytes each length takes."""
+    return (lengths - numpy.uint64(1)) // numpy.uint64(most_bytes) + numpy.uint64(1)
+
 
 def indices_of(given: Any, count: int, side: str) -> NDArray[numpy.int64]:
     """int64 [M] of what the caller gives for a prepared list of `count`: one number, a sequence, an integer array; None means all.
