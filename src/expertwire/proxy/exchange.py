@@ -205,6 +205,8 @@ class Exchange(Conversation):
                 branch.avoid_prefill |= {leg.server}
             else:
                 branch.avoid_decode |= {leg.server}
+                if branch.avoid_decode.issuperset(self.core.fleet.servers(_SIDE_DECODE)):
+                    event = _EVENT_NO_SERVER  # there is no other: do not let P compute for nobody
         # What another P has said is worth more than that this one said nothing.
         if not (event is _EVENT_UNREACHED and state is _STATE_PREFILLING and isinstance(branch.failure, Answer)):
             branch.failure = self._fault_of(leg, failure)

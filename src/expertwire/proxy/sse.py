@@ -102,7 +102,7 @@ def sort_of(data: bytes, parsed: Any) -> Sort:
         return Sort.END
     if not isinstance(parsed, dict):
         return Sort.PRELUDE if not data else Sort.CONTENT
-    if parsed.get("error"):
+    if parsed.get("error") or parsed.get("object") == "error":  # the second before vLLM 0.10
         return Sort.ERROR
     if isinstance(kind := parsed.get("type"), str) and "choices" not in parsed:
         if kind in ("error", "response.failed"):
@@ -129,6 +129,8 @@ def error_of(parsed: Any) -> tuple[int, dict[str, Any]]:
     error: Any = parsed.get("error") if isinstance(parsed, dict) else None
     if not isinstance(error, dict) and isinstance(parsed, dict) and isinstance(response := parsed.get("response"), dict):
         error = response.get("error")
+    if error is None and isinstance(parsed, dict) and parsed.get("object") == "error":
+        error = parsed
     if not isinstance(error, dict):
         message = parsed.get("message") if isinstance(parsed, dict) else None
         message = message if isinstance(message, str) else str(error or "the server reported an error")
