@@ -95,7 +95,7 @@ std::uint64_t LowLatencyCombine::send_near(Target& target, std::uint64_t budget)
     std::uint64_t moved = 0;
     for (; target.next < target.rows && moved < budget; ++target.next) {
         rows::copy(target.block + target.next * row_bytes_, row_of(target, target.next), row_bytes_,
-                   rows::Store::cached);
+                   rows::Store::streaming);
         moved += row_bytes_;
     }
     if (target.next < target.rows) return moved;

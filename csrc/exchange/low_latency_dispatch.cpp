@@ -280,7 +280,7 @@ std::uint64_t LowLatencyDispatch::pack_rows(std::uint64_t expert, std::uint32_t 
             std::memcpy(request_.scales + (expert * words + word) * capacity + to, unit + 4 * word, 4);
         }
         rows::copy(request_.out + (expert * capacity + to) * row_bytes, unit + 4 * words, row_bytes,
-                   rows::Store::cached);
+                   rows::Store::streaming);
     }
     return count * row_bytes;
 }
@@ -298,6 +298,7 @@ std::uint64_t LowLatencyDispatch::pack(std::uint64_t budget) {
 }
 
 void LowLatencyDispatch::end_packing() {
+    rows::fence();  // another thread may be the one that reads
     handle_->complete = true;
 }
 
