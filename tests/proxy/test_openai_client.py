@@ -51,7 +51,12 @@ def test_it_counts_every_failure_and_no_other(stream: bool) -> None:
     async def body() -> None:
         async with Edge(Fleet(1, 1, Options(token_s=0.002))) as edge, client_of(edge) as client:
             broken = Fault(cut=Cut.AFTER_EVENTS, events=3)
-            for skip, fault in ((2, faults.status(400)), (3, faults.html(503)), (4, broken), (5, Fault(cut=Cut.BEFORE_HEAD))):
+            for skip, fault in (
+                (2, faults.status(400)),
+                (3, faults.html(503)),
+                (4, broken),
+                (5, Fault(cut=Cut.IN_HEAD)),
+            ):
                 edge.d.script.add(Rule(fault, skip=skip))
             failed = 0
             for _ in range(20):
