@@ -101,3 +101,12 @@ def test_who_knocks_is_told_why_not_and_waits_no_longer_than_it_says() -> None:
         deaf.listen(1)
         with pytest.raises(PeerError, match=r"has not answered within 0\.2 s"):
             knock(Door("127.0.0.1", deaf.getsockname()[1], TOKEN), Knock(TOKEN, "me", 4, 8, b""), "it", 0.2)
+
+
+def test_a_door_that_ends_by_itself_leaves_no_socket_open() -> None:
+    """As that of an agent that was dropped without `close()`."""
+    keeper = Doorkeeper("127.0.0.1", lambda said: None, lambda: False)
+    keeper._thread.join(10)
+    assert not keeper._thread.is_alive()
+    assert [each.fileno() for each in (keeper._listener, keeper._bell, keeper._button)] == [-1] * 3
+    keeper.close()

@@ -77,6 +77,8 @@ def test_tensors_say_where_they_are_and_are_kept() -> None:
         ([(4096, 64, 0), 5], "DRAM", InvalidTypeError, "tuples"),
         ([(4096, 64, 0), (1, -2, 3)], "DRAM", InvalidArgumentError, "descriptor 1"),
         ([(4096, 64, "x")], "DRAM", InvalidArgumentError, "descriptor 0"),
+        ([(4096, 64, 0), (4096, "64", 0)], "DRAM", InvalidArgumentError, "descriptor 1"),
+        ([(4096, 64, 0), (4096, 64.5, 0)], "DRAM", InvalidArgumentError, "descriptor 1"),
         ([(4096, 64, 0, 7)], "DRAM", InvalidTypeError, "fourth entry of descriptor 0"),
         ([(4096, 64, 0), (0, 5, 0)], "DRAM", InvalidArgumentError, "descriptor 1 is 5 bytes at 0x0"),
         ([(2**64 - 8, 8, 0)], "DRAM", InvalidArgumentError, "ends below"),

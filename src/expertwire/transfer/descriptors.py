@@ -111,11 +111,7 @@ class Descriptors:
             raise InvalidTypeError("descriptors are tuples (address, bytes, device), or all with a fourth entry of bytes")
         tagged = widths == {_TAGGED_COLUMNS}
         metas = tuple(_meta(number, row[-1]) for number, row in enumerate(rows)) if tagged else None
-        try:
-            table = numpy.array([row[:_COLUMNS] for row in rows], dtype=numpy.uint64).reshape(len(rows), _COLUMNS)
-        except (TypeError, ValueError, OverflowError):
-            bad = next(number for number, row in enumerate(rows) if not all(_is_word(value) for value in row[:_COLUMNS]))
-            raise InvalidArgumentError(f"descriptor {bad} is {rows[bad][:_COLUMNS]}: three whole numbers from 0 to 2^64 - 1") from None
+        table = _whole_numbers([row[:_COLUMNS] for row in rows])
         return cls(_named(kind), *_columns(table), metas=metas)
 
     def __len__(self) -> int:
@@ -205,6 +201,20 @@ def _strided(table: NDArray[numpy.uint64]) -> tuple[U64, U64, U64]:
     times = counts.astype(numpy.int64)
     which = numpy.arange(pieces, dtype=numpy.uint64) - numpy.repeat(numpy.cumsum(counts) - counts, times)
     return numpy.repeat(addresses, times) + which * numpy.repeat(strides, times), numpy.repeat(lengths, times), numpy.repeat(devices, times)
+
+
+def _whole_numbers(rows: Sequence[Any]) -> NDArray[numpy.uint64]:
+    """uint64 [N, 3]. Told that dtype at once numpy would take "64", and 64.5 for 64."""
+    try:
+        found = numpy.array(rows)
+        if found.dtype.kind not in "iu" or (found.dtype.kind == "i" and found.size and int(found.min()) < 0):
+            if not all(_is_word(value) for row in rows for value in row):
+                raise ValueError
+            found = numpy.array(rows, dtype=numpy.uint64)
+        return found.astype(numpy.uint64).reshape(len(rows), _COLUMNS)
+    except (TypeError, ValueError, OverflowError):
+        bad = next(number for number, row in enumerate(rows) if not all(_is_word(value) for value in row))
+        raise InvalidArgumentError(f"descriptor {bad} is {rows[bad]}: three whole numbers from 0 to 2^64 - 1") from None
 
 
 def _is_word(value: Any) -> bool:
