@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from expertwire.proxy.policy import Server
 
 _STATUS_MAX: Final = 599
+# A server that closes what is idle may do so just when a request is on its way, which says nothing of the request. What was in use a moment
+# ago is not closed for that: such an end is the request's own failure, and who injects k of them counts k.
+RESTED_S: Final = 1.0
 
 
 class Phase(IntEnum):
@@ -71,11 +74,11 @@ class Upstream(asyncio.Protocol, Timed):
         "_status",
         "_stays",
         "_transport",
-        "_used",
         "leg",
         "phase",
         "pool",
         "relay",
+        "rested_s",
     )
 
     def __init__(self, pool: Pool) -> None:
@@ -86,7 +89,7 @@ class Upstream(asyncio.Protocol, Timed):
         self.relay: Relay | None = None
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._used = False
+        self.rested_s = 0.0  # for how long it was kept before its present leg
         self._begin()
 
     def _begin(self) -> None:
@@ -211,7 +214,7 @@ class Upstream(asyncio.Protocol, Timed):
             relay.leg_over(leg, cast(Mode, mode), body, now)
         elif phase is _PHASE_HELD:
             relay.leg_failed(leg, _FAILURE_CONNECT, now)
-        elif phase is _PHASE_SENT and self._used and not self._head_bytes:
+        elif phase is _PHASE_SENT and self.rested_s >= RESTED_S and not self._head_bytes:
             relay.leg_failed(leg, _FAILURE_STALE, now)
         else:
             relay.leg_failed(leg, _FAILURE_LOST, now)
@@ -340,7 +343,6 @@ class Upstream(asyncio.Protocol, Timed):
     def keep(self, now: float) -> None:
         """Nobody needs it now."""
         self.phase = _PHASE_IDLE
-        self._used = True
         self._begin()
         self.due = now + self.pool.idle_s
         self.pool.wheel.watch(self, now)
@@ -428,6 +430,7 @@ class Pool:
         while self._idle:
             connection, _ = self._idle.popitem()
             if connection.due > now and connection.alive:
+                connection.rested_s = now - (connection.due - self.idle_s)
                 return connection
             connection.drop()
         return None
