@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import posing
 from expertwire import ep
 from expertwire.compat import deep_ep as ours
 from expertwire.errors import InvalidTypeError, StateError
@@ -22,28 +23,10 @@ SHIM = Path(__file__).parents[2] / "shims" / "deep_ep"
 NAMES = {"Buffer", "Config", "EventOverlap", "topk_idx_t", "utils"}
 
 
-def taken() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.split(".")[0] == ours.NAME}
-
-
 @pytest.fixture(autouse=True)
 def no_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test begins, and leaves, without the module. A shim that is installed here is put out of the way."""
-    before = taken()
-    for name in before:
-        del sys.modules[name]
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if not (Path(place) / ours.NAME / "__init__.py").exists()])
-    yield
-    for name in taken():
-        del sys.modules[name]
-    sys.modules.update(before)
-
-
-def other(folder: Path) -> Path:
-    """A folder with another deep_ep in it, which may not even be imported."""
-    (folder / ours.NAME).mkdir()
-    (folder / ours.NAME / "__init__.py").write_text("raise RuntimeError('needs a GPU')\n")
-    return folder
+    with posing.without(ours.NAME, monkeypatch):
+        yield
 
 
 def check(module: ModuleType) -> None:
@@ -97,10 +80,10 @@ def test_the_shim_is_a_distribution() -> None:
 
 
 def test_another_one_that_is_installed_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(other(tmp_path))
+    monkeypatch.syspath_prepend(posing.other(tmp_path, ours.NAME))
     with pytest.raises(StateError, match=r"deep_ep is installed already, from .*__init__\.py: uninstall it, or call install\(replace"):
         ours.install()
-    assert not taken(), "looked for, never imported"
+    assert not posing.taken(ours.NAME), "looked for, never imported"
     check(ours.install(replace=True))
 
 

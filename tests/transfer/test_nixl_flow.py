@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -20,6 +22,21 @@ PROVIDERS = pytest.mark.parametrize("provider", ["local", "tcp"])
 # What the target of the longer flow is told by notifications: reads, then writes, then the same reads again.
 READS = [b"Read %d,%d,%d" % (index, index + 4, index + 8) for index in range(4)]
 WRITES = [b"Write 12,13", b"Write 14,15"]
+
+
+@contextmanager
+def initiator_of(body: Callable[[Line], None], provider: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Process, nixl_agent]]:
+    """A target that does `body` in a process of its own, and an agent here, with a listener each."""
+    monkeypatch.setenv("EXPERTWIRE_PROVIDER", provider)
+    with Process(body, provider=provider) as target, nixl_agent("initiator", nixl_agent_config(True, True, 0)) as agent:
+        yield target, agent
+
+
+def first_word(agent: nixl_agent) -> bytes:
+    """The first notification of the target's, once it is here."""
+    came: dict[str, list[bytes]] = {}
+    eventually(lambda: came.update(agent.get_new_notifs()) or came)
+    return came["target"][0]
 
 
 def basic_target(line: Line) -> None:
@@ -40,17 +57,14 @@ def basic_target(line: Line) -> None:
 @PROVIDERS
 def test_the_basic_flow(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One reads what the other has registered, told where it lies by a notification; metadata by the target's listener."""
-    monkeypatch.setenv("EXPERTWIRE_PROVIDER", provider)
-    with Process(basic_target, provider=provider) as target, nixl_agent("initiator", nixl_agent_config(True, True, 0)) as agent:
+    with initiator_of(basic_target, provider, monkeypatch) as (target, agent):
         port = target.hear()
         rows = torch.zeros(10, 16)
         registered = agent.register_memory(rows)
         assert registered
         agent.fetch_remote_metadata("target", HOST, port)
         agent.send_local_metadata(HOST, port)
-        came: dict[str, list[bytes]] = {}
-        eventually(lambda: came.update(agent.get_new_notifs()) or came)
-        theirs = agent.deserialize_descs(came["target"][0])
+        theirs = agent.deserialize_descs(first_word(agent))
         mine = agent.get_xfer_descs([rows[index] for index in range(10)])
         eventually(lambda: agent.check_remote_metadata("target"))
         handle = agent.initialize_xfer("READ", mine, theirs, "target", "Done_reading")
@@ -84,18 +98,16 @@ def expanded_target(line: Line) -> None:
 @PROVIDERS
 def test_the_longer_flow(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepared lists by index, whole lists as tuples and arrays, several on their way, and the same handles posted again."""
-    monkeypatch.setenv("EXPERTWIRE_PROVIDER", provider)
-    with Process(expanded_target, provider=provider) as target, nixl_agent("initiator", nixl_agent_config(True, True, 0)) as agent:
+    with initiator_of(expanded_target, provider, monkeypatch) as (target, agent):
         port = target.hear()
         rows = torch.zeros(16, 32)
         registered = agent.register_memory(rows)
         agent.send_local_metadata(HOST, port)
         agent.fetch_remote_metadata("target", HOST, port)
-        came: dict[str, list[bytes]] = {}
-        eventually(lambda: came.update(agent.get_new_notifs()) or came)
+        described = first_word(agent)
         base, nbytes = target.hear()
         local = agent.prep_xfer_dlist("", agent.get_xfer_descs([rows[index] for index in range(16)]))
-        remote = agent.prep_xfer_dlist("target", agent.deserialize_descs(came["target"][0]))
+        remote = agent.prep_xfer_dlist("target", agent.deserialize_descs(described))
         reads = []
         for index, notif in enumerate(READS):
             chosen = [index, index + 4, index + 8]
@@ -145,8 +157,7 @@ def parts_target(line: Line) -> None:
 @PROVIDERS
 def test_the_flow_of_metadata_in_parts(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not sent is not found; once it was, it is."""
-    monkeypatch.setenv("EXPERTWIRE_PROVIDER", provider)
-    with Process(parts_target, provider=provider) as target, nixl_agent("initiator", nixl_agent_config(True, True, 0)) as agent:
+    with initiator_of(parts_target, provider, monkeypatch) as (target, agent):
         theirs = [agent.deserialize_descs(each) for each in target.hear()]
         memory = torch.zeros(10, 256, dtype=torch.uint8)
         mine = agent.register_memory([(row.data_ptr(), 256, 0, "test") for row in memory], "DRAM").trim()

@@ -14,6 +14,7 @@ from types import ModuleType
 import numpy
 import pytest
 
+import posing
 from expertwire.compat import nixl as ours
 from expertwire.errors import StateError
 
@@ -34,28 +35,10 @@ EXCEPTIONS = [
 ]
 
 
-def taken() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.split(".")[0] == ours.NAME}
-
-
 @pytest.fixture(autouse=True)
 def no_nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test begins, and leaves, without the package. One that is installed here is put out of the way."""
-    before = taken()
-    for name in before:
-        del sys.modules[name]
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if not (Path(place) / ours.NAME / "__init__.py").exists()])
-    yield
-    for name in taken():
-        del sys.modules[name]
-    sys.modules.update(before)
-
-
-def other(folder: Path) -> Path:
-    """A folder with another nixl in it, which may not even be imported."""
-    (folder / ours.NAME).mkdir()
-    (folder / ours.NAME / "__init__.py").write_text("raise RuntimeError('needs its plugins')\n")
-    return folder
+    with posing.without(ours.NAME, monkeypatch):
+        yield
 
 
 def check(package: ModuleType) -> None:
@@ -117,10 +100,10 @@ def test_the_shim_is_a_distribution() -> None:
 
 
 def test_another_one_that_is_installed_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(other(tmp_path))
+    monkeypatch.syspath_prepend(posing.other(tmp_path, ours.NAME))
     with pytest.raises(StateError, match=r"nixl is installed already, from .*__init__\.py: uninstall it, or call install\(replace"):
         ours.install()
-    assert not taken(), "looked for, never imported"
+    assert not posing.taken(ours.NAME), "looked for, never imported"
     check(ours.install(replace=True))
 
 

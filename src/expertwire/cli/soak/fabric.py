@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertwire.cli.interfaces import Sent, sent_by
 from expertwire.cli.report import Exit, Report, RowStatus, options, terminal
+from expertwire.cli.soak.limits import check_common
 from expertwire.errors import ExpertwireError, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -100,14 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """An error names the option, its value and the limit."""
-    if not 2 <= args.ranks <= RANKS_MAX:
-        raise InvalidArgumentError(f"--ranks is {args.ranks}; it must be 2 to {RANKS_MAX}")
-    if args.iterations < 0:
-        raise InvalidArgumentError(f"--iterations is {args.iterations}; the least is 0, which leaves the end to --seconds")
-    if not args.seconds > 0:
-        raise InvalidArgumentError(f"--seconds is {args.seconds}; it must be above 0")
-    if args.seed < 0:
-        raise InvalidArgumentError(f"--seed is {args.seed}; the least is 0")
+    check_common(args, "ranks", RANKS_MAX)
 
 
 def without_gate(setup: Setup) -> tuple[Setup, str]:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from expertwire.cli.meeting import Meeting, meet
 from expertwire.cli.report import Report, RowStatus, options, terminal
 from expertwire.cli.soak import transfer_plan as plan
+from expertwire.cli.soak.limits import check_common
 from expertwire.errors import ExpertwireError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -90,14 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """An error names the option, its value and the limit."""
-    if not 2 <= args.agents <= AGENTS_MAX:
-        raise InvalidArgumentError(f"--agents is {args.agents}; it must be 2 to {AGENTS_MAX}")
-    if args.iterations < 0:
-        raise InvalidArgumentError(f"--iterations is {args.iterations}; the least is 0, which leaves the end to --seconds")
-    if not args.seconds > 0:
-        raise InvalidArgumentError(f"--seconds is {args.seconds}; it must be above 0")
-    if args.seed < 0:
-        raise InvalidArgumentError(f"--seed is {args.seed}; the least is 0")
+    check_common(args, "agents", AGENTS_MAX)
     if (args.number is None) != (args.meet is None):
         raise InvalidArgumentError("--number and --meet belong together: which agent this is, and where its coordinator waits")
 
