@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -43,6 +43,14 @@ class Log:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"time": now, "level": level, "event": event, "worker": self._worker, **fields}
         self._lines.append(orjson.dumps(record, default=str, option=orjson.OPT_APPEND_NEWLINE))
+
+    def records(self, level: str, event: str, records: Sequence[object]) -> None:
+        """A line for each of these dataclasses, all of one time: a dict made of each would cost ten times as much."""
+        if not records or LEVELS.index(level) < self._least:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        head = orjson.dumps({"time": now, "level": level, "event": event, "worker": self._worker})[:-1] + b","
+        self._lines += [b"%b%b\n" % (head, orjson.dumps(record)[1:]) for record in records]
 
     def flush(self) -> None:
         """Hand over what has been collected."""

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -227,13 +228,8 @@ class Worker:
 
     def _log_over(self) -> None:
         over, self._over = self._over, []
-        if not self.log.takes("info"):
-            over = [each for each in over if each.failed]
-        for each in over:
-            line = each.log
-            level = "warning" if each.failed else "info"
-            if self.log.takes(level):
-                self.log.event(level, "request", **{name: getattr(line, name) for name in line.__slots__})
+        self.log.records("info", "request", [each.log for each in over if not each.failed])
+        self.log.records("warning", "request", [each.log for each in over if each.failed])
 
 
 def calm_collector() -> None:
@@ -241,6 +237,18 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
+
+
+def raise_file_limit(config: Config, log: Log) -> None:
+    """As many descriptors as this user may have; a line in the log where that is less than the configured connections need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = config.limits.connections + 2 * config.in_flight_limit
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        log.event(
+            "warning", "few_descriptors", limit=hard, needed=needed, hint="raise ulimit -n, or lower limits.connections and in_flight_limit"
+        )
 
 
 async def serve(config: Config, log: Log) -> tuple[bool, Counted]:

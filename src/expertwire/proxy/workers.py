@@ -21,7 +21,7 @@ from expertwire.proxy.channel import Channel, Message
 from expertwire.proxy.config import Config
 from expertwire.proxy.log import Log
 from expertwire.proxy.policy import Server, ServerConfig, Side
-from expertwire.proxy.server import STOP_SIGNALS, Counted, listen, serve
+from expertwire.proxy.server import STOP_SIGNALS, Counted, listen, raise_file_limit, serve
 
 START_S: Final = 60.0  # until a worker listens
 ANSWER_S: Final = 5.0  # for what a worker does at once
@@ -33,6 +33,7 @@ YOUNG_S: Final = 10.0
 def run(config: Config, write: Callable[[bytes], object]) -> tuple[bool, Counted]:
     """Serve until a signal. (everything was finished, requests by (endpoint, outcome)). `write`: takes the log's lines."""
     log = Log(write, config.log.level)
+    raise_file_limit(config, log)  # workers inherit it
     try:
         return uvloop.run(serve(config, log) if config.workers == 1 else Parent(config, log).serve())
     finally:

@@ -129,7 +129,7 @@ class Reply:
             return
         self.stage = _STAGE_OVER
         start = front.service.heads.start(status)
-        if self.request.method == b"HEAD" or render.has_no_body(status):
+        if self.request.method == b"HEAD" or (status != 200 and render.has_no_body(status)):
             data = b"%b%b%b\r\n" % (start, headers, self._ending(front))
         else:
             data = render.whole(start, headers, self._ending(front), body)
@@ -226,6 +226,7 @@ class Front(asyncio.Protocol, Timed):
         "_hosts",
         "_loop",
         "_measured",
+        "_old",
         "_parser",
         "_pieces",
         "_queue",
@@ -265,6 +266,7 @@ class Front(asyncio.Protocol, Timed):
         self._hosts = 0
         self._measured = False  # a length, or chunks: a body follows
         self._expects = False
+        self._old = False  # HTTP/1.0
         self._upgrade = False
         self._pieces: list[bytes] = []
         self._size = 0
@@ -347,7 +349,8 @@ class Front(asyncio.Protocol, Timed):
 
     def _await(self, seconds: float, now: float) -> None:
         self.due = now + seconds
-        self.service.wheel.watch(self, now)
+        if self.looked_at > self.due:
+            self.service.wheel.watch(self, now)
 
     def _await_rest(self, now: float) -> None:
         """More of a request must come; the time for it counts from its first byte."""
@@ -431,7 +434,8 @@ class Front(asyncio.Protocol, Timed):
         if len(headers) > limits.headers or (self._head_bytes + self._fed > limits.head_bytes and self._long_head()):
             self._refuse(faults.head_too_large(limits.head_bytes))
         version = parser.get_http_version()
-        if version not in ("1.1", "1.0"):
+        self._old = version == "1.0"
+        if version != "1.1" and version != "1.0":
             self._refuse(Fault(505, "invalid_request_error", "this server speaks HTTP/1.1 and HTTP/1.0"))
         if self._hosts != 1 and (version == "1.1" or self._hosts):
             self._refuse(faults.bad_request(f"the request has {self._hosts} Host headers; it needs one"))
@@ -461,7 +465,7 @@ class Front(asyncio.Protocol, Timed):
         parser, pieces = self._parser, self._pieces
         body = b"".join(pieces) if len(pieces) != 1 else pieces[0]
         keep = parser.should_keep_alive()
-        ask = Ask(Request(parser.get_method(), self._target, self._headers, body, self.peer), keep, parser.get_http_version() == "1.0")
+        ask = Ask(Request(parser.get_method(), self._target, self._headers, body, self.peer), keep, self._old)
         self._queue.append(ask)
         self._queued_bytes += self._size
         self._begun_at = 0.0

@@ -119,15 +119,16 @@ class Upstream(asyncio.Protocol, Timed):
         self.phase = _PHASE_SENT
         self._transport.write(leg.message)
         now = time.monotonic()
-        self.due = now + leg.first_byte_s
-        self.pool.wheel.watch(self, now)
+        self.due = due = now + leg.first_byte_s
+        if self.looked_at > due:
+            self.pool.wheel.watch(self, now)
 
     def cancel(self) -> None:
         """The leg is over, by the exchange's will."""
         untouched = self.phase is _PHASE_HELD
         self._detach()
         if untouched:
-            self.pool.put(self)
+            self.pool.put(self, time.monotonic())
         else:
             self.drop()
 
@@ -156,7 +157,8 @@ class Upstream(asyncio.Protocol, Timed):
 
     def _extend(self, leg: Leg, now: float) -> None:
         self.due = now + (leg.idle_s if self.phase is _PHASE_BODY else leg.first_byte_s)
-        self.pool.wheel.watch(self, now)
+        if self.looked_at > self.due:
+            self.pool.wheel.watch(self, now)
 
     def _detach(self) -> None:
         leg, self.leg, self.relay = self.leg, None, None
@@ -251,7 +253,7 @@ class Upstream(asyncio.Protocol, Timed):
             if self._framing is _FRAMING_NONE:
                 self.phase = _PHASE_WHOLE
                 self._pieces.clear()
-            elif self.due != NEVER:
+            elif self.phase is _PHASE_BODY and self.due != NEVER:
                 self._extend(leg, now)
         if mode is _MODE_STREAM:
             if pieces := self._pieces:
@@ -271,11 +273,12 @@ class Upstream(asyncio.Protocol, Timed):
             self.due = now + leg.idle_s
 
     def _complete(self, leg: Leg, relay: Relay, mode: Mode, now: float) -> None:
-        body = b"".join(self._pieces) if mode is _MODE_WHOLE else b""
+        pieces = self._pieces
+        body = b"" if mode is not _MODE_WHOLE else pieces[0] if len(pieces) == 1 else b"".join(pieces)
         keep = self._framing is _FRAMING_MEASURED and not self._after and self._stays
         self._detach()
         if keep:
-            self.pool.put(self)
+            self.pool.put(self, now)
         else:
             self.drop()
         relay.leg_over(leg, mode, body, now)
@@ -319,7 +322,7 @@ class Upstream(asyncio.Protocol, Timed):
         if faults:
             self.phase = _PHASE_SENT
             raise ValueError  # HttpParserCallbackError to the caller: not an answer that can be read
-        if has_no_body(status):
+        if status != 200 and has_no_body(status):
             # httptools ends these by itself, so the connection is of use.
             framing = _FRAMING_MEASURED
         elif self.leg is not None and self.leg.head_only:
@@ -344,8 +347,9 @@ class Upstream(asyncio.Protocol, Timed):
         """Nobody needs it now."""
         self.phase = _PHASE_IDLE
         self._begin()
-        self.due = now + self.pool.idle_s
-        self.pool.wheel.watch(self, now)
+        self.due = due = now + self.pool.idle_s
+        if self.looked_at > due:
+            self.pool.wheel.watch(self, now)
 
     @property
     def alive(self) -> bool:
@@ -489,12 +493,12 @@ class Pool:
         connection.keep(now)
         self._idle[connection] = None
 
-    def put(self, connection: Upstream) -> None:
+    def put(self, connection: Upstream, now: float) -> None:
         """It is free again."""
         if self.idle_s <= 0 or not connection.alive:
             connection.drop()
             return
-        connection.keep(time.monotonic())
+        connection.keep(now)
         self._idle[connection] = None
         if self._waiting:
             self._loop.call_soon(self._serve_waiting)

@@ -17,7 +17,7 @@ FAR_S: Final = 2.0
 
 
 class Timed:
-    """Something with a deadline. Whoever moves `due` (s, monotonic) to an earlier time calls `Wheel.watch` after it."""
+    """Something with a deadline. Whoever moves `due` (s, monotonic) to before `looked_at` calls `Wheel.watch` after it."""
 
     __slots__ = ("due", "looked_at")
 
