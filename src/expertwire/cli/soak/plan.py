@@ -58,6 +58,7 @@ class Faults:
 
     revoked: int | None  # this rank's victim region is closed before the others write to it
     leaver: int | None  # this rank closes its endpoint at the end and comes back with another
+    old_blobs: bool  # it is given the others' blobs from before they remove it: what these lead to may be replaced since
     out_of_range: tuple[int, ...]  # by rank: how many writes and reads that end beyond their region
     in_use: tuple[int | None, ...]  # by rank: the peer that it writes to from memory that it closes meanwhile
 
@@ -138,6 +139,7 @@ def faults(seed: int, iteration: int, ranks: int) -> Faults:
     return Faults(
         revoked=chance.randrange(ranks) if iteration % REVOKE_EVERY == 3 else None,
         leaver=chance.randrange(ranks) if iteration % LEAVE_EVERY == 7 else None,
+        old_blobs=draw(seed, iteration, "old blobs").random() < 0.5,
         out_of_range=tuple(chance.randint(1, 3) if chance.random() < 0.2 else 0 for _ in range(ranks)),
         in_use=tuple(
             chance.choice([peer for peer in range(ranks) if peer != rank]) if chance.random() < 0.25 else None for rank in range(ranks)

@@ -138,7 +138,7 @@ class Worker:
         if faults.revoked is not None:
             self._restore(faults.revoked)
         if faults.leaver is not None:
-            self._leave_and_return(faults.leaver)
+            self._leave_and_return(faults.leaver, old_blobs=faults.old_blobs)
         if self.setup.delivery_complete == "alternate" and self.outcome.iterations % ALTERNATE_EVERY == 0:
             self._begin_anew()
         return True
@@ -225,7 +225,7 @@ class Worker:
             self.endpoint.add_peer(revoked, blobs[revoked])
             self.endpoint.write(revoked, self._regions["send"], self._victims[revoked], VICTIM_BYTES, lane=LANES).wait()
 
-    def _leave_and_return(self, leaver: int) -> None:
+    def _leave_and_return(self, leaver: int, *, old_blobs: bool) -> None:
         """It closes its endpoint while the others still write to it, and comes back as another; they forget the one and take the other."""
         cut_off: list[Request] = []
         if leaver == self.rank:
@@ -241,13 +241,15 @@ class Worker:
                     self._count("writes to who leaves")
                     self.outcome.counted["writes cut off"] += 1
         dist.barrier()  # the writes shall meet an endpoint that closes, not a removal
+        # A removal may replace the endpoint: a blob from before leads to one that is closed, and the others greet who has it.
+        blobs = self._exchange_blobs() if old_blobs else {}
         if leaver != self.rank:
-            # Before the blobs are exchanged: a removal may replace the endpoint, and a blob from before leads to one that is closed.
             self.endpoint.remove_peer(leaver)
-        blobs = self._exchange_blobs()
+        blobs = blobs or self._exchange_blobs()
         if leaver == self.rank:
             self._begin(blobs)
             self._count("left and came back")
+            self.outcome.counted["came back by blobs from before its removal"] += old_blobs
             return
         for request in cut_off:
             if not request.done:
