@@ -231,6 +231,21 @@ EVENT = b'data: {"choices":[{"index":0,"text":"' + b"x" * 950 + b'","finish_reas
 LARGE = EVENT * 16_000 + b"data: [DONE]\n\n"  # more than the kernel's buffers of two connections take
 
 
+def test_who_leaves_while_no_more_is_read_of_it_has_left_too() -> None:
+    async def body() -> None:
+        async with Edge(limits={"pipelined": 2}) as edge:
+            edge.p.script.add(Rule(Fault(hang=True)))
+            client = await Client.open(edge.port)
+            await client.send(request("POST", PATH, PROMPT) * 6)
+            while not edge.p.counts["in_flight"]:
+                await asyncio.sleep(0.002)
+            client.leave()
+            assert await edge.settle() == {}
+            assert not edge.worker.fronts
+
+    run(body())
+
+
 def test_a_client_that_reads_slowly_holds_back_its_server_and_nobody_else() -> None:
     async def body() -> None:
         async with Edge() as edge:

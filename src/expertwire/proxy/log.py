@@ -54,17 +54,17 @@ class Log:
 
     def flush(self) -> None:
         """Hand over what has been collected."""
-        if not self._lines:
-            return
-        batch = b"".join(self._lines)
-        count = len(self._lines)
-        self._lines.clear()
         if self._batches.qsize() >= WAITING_MAX:
-            self._dropped += count
+            self._dropped += len(self._lines)
+            self._lines.clear()
             return
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             self.event("warning", "log_lines_dropped", count=dropped)
+        if not self._lines:
+            return
+        batch = b"".join(self._lines)
+        self._lines.clear()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="log", daemon=True)
             self._thread.start()

@@ -24,6 +24,8 @@ from expertwire.proxy.http.wheel import NEVER, Timed, Wheel
 from expertwire.proxy.seam import Request
 
 LINGER_S: Final = 3.0  # after an answer that was given before all was read, until what is not read may reset the connection
+LEFT_S: Final = 1.0  # until it is asked whether a client that is not read from has left
+_ESTABLISHED: Final = 1  # linux/tcp_states.h
 BODY_BYTES_PER_S: Final = 16_384  # a body's time grows by its bytes at this rate
 _RESET: Final = struct.pack("ii", 1, 0)  # socket(7), SO_LINGER: on, 0 s
 _SPECIAL: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"})
@@ -317,6 +319,7 @@ class Front(asyncio.Protocol, Timed):
         if self._reply is not None:
             self.due = NEVER
             self._reply.resume()
+            self._hold_back()
         elif self._reading < _READING_ENDED:
             self._await(self.service.limits.idle_s, time.monotonic())
 
@@ -360,10 +363,17 @@ class Front(asyncio.Protocol, Timed):
         self.service.wheel.watch(self, now)
 
     def _hold_back(self) -> None:
-        """Read no more while as many requests wait as may. Until one is answered a client that leaves is not noticed."""
+        """Read no more while as many requests wait as may. Who does not read sees no end, so the kernel is asked now and then."""
         limits = self.service.limits
         if (len(self._queue) >= limits.pipelined or self._queued_bytes > limits.body_bytes) and self._transport is not None:
             self._transport.pause_reading()
+            if not self.stalled:
+                self._await(LEFT_S, time.monotonic())
+
+    def _has_left(self) -> bool:
+        """Whether the client has closed its side, by the connection's state (tcp(7), TCP_INFO: its first byte)."""
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
 
     def _bad(self, error: Exception) -> None:
         if self._fault is None and self._reading < _READING_ENDED:
@@ -565,5 +575,7 @@ class Front(asyncio.Protocol, Timed):
             self._answer_fault(faults.request_timeout("the request", seconds))
         elif self._reply is None and self._reading is _READING_IDLE and not self.stalled:
             self._close()
+        elif self._reply is not None and not self.stalled and self._reading < _READING_ENDED and not self._has_left():
+            self._await(LEFT_S, now)
         else:
             self.drop()
