@@ -212,7 +212,8 @@ def bad_construction(rank: Rank) -> dict[str, Described]:
 
 
 def attributes(rank: Rank, node_of: Sequence[int]) -> dict[str, Any]:
-    """What callers read from outside, and the keywords that they give."""
+    """What callers read from outside, and the keywords that they give, beside what a launcher may leave in every worker (SPEC E10)."""
+    os.environ.update(LOCAL_RANK="0", RANK="99", WORLD_SIZE="1")
     buffer = Buffer(
         group=rank.group,
         num_nvl_bytes=4 << 20,
@@ -229,6 +230,8 @@ def attributes(rank: Rank, node_of: Sequence[int]) -> dict[str, Any]:
         is_intranode=False,
         node_of=node_of,
     )
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        del os.environ[name]
     names = ("rank", "group_size", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "explicitly_destroy", "enable_shrink", "num_sms")
     found = {name: getattr(buffer, name) for name in names}
     assert buffer.group is rank.group
