@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,21 @@ def send(buffer: Any, rank: Rank, case: Case) -> tuple[Any, ...]:
     x, ids, _ = inputs(case, rank.rank)
     result: tuple[Any, ...] = buffer.low_latency_dispatch(x, ids, case.tokens_max, case.experts, use_fp8=False, return_recv_hook=True)
     return result
+
+
+def four_in_flight(rank: Rank, node_of: Sequence[int]) -> tuple[int, int]:
+    """Both modes turn about where a rank may have four writes under way. Its window, and the times that a submission found no room."""
+    os.environ["EXPERTWIRE_MAX_OUTSTANDING"] = "4"
+    try:
+        buffer = open_buffer(rank, node_of, num_nvl_bytes=1 << 20, provider="tcp")
+    finally:
+        del os.environ["EXPERTWIRE_MAX_OUTSTANDING"]
+    for seed in range(6):
+        run_case(rank, buffer, replace(PLAIN, seed=seed, zero_copy=seed % 2 == 1))
+        round_trip(buffer, rank.rank)
+    found = buffer.statistics()
+    buffer.destroy()
+    return found["window"], found["slots_short"]
 
 
 def check(rank: Rank, case: Case, result: tuple[Any, ...]) -> None:

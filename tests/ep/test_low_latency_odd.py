@@ -68,6 +68,13 @@ def test_two_microbatches_and_the_other_mode_beside_them(world: World, node_of: 
     assert world.run(2, odd.microbatches, node_of, 10) == [20, 20]
 
 
+def test_four_writes_in_flight_are_enough(world: World) -> None:
+    """SPEC E15: everything meets EAGAIN, in both modes."""
+    answers = world.run(4, odd.four_in_flight, (0, 0, 1, 1))
+    assert max(window for window, _ in answers) <= 4
+    assert sum(short for _, short in answers) > 0
+
+
 @pytest.fixture
 def doomed() -> Iterator[World]:
     """A world of its own, for a test that loses a rank."""
