@@ -187,7 +187,7 @@ class EngineProbe {
             spec.queue_pair = QueuePairId{peer * lanes_ + lane};
             spec.local = RegionId{0};
             spec.remote = RemoteRegionId{0};
-            spec.bytes = 64;
+            spec.bytes = lane > 0 ? 65'536 : 64;
             chunks.push_back(spec);
         }
         std::vector<ControlSpec> specs;

@@ -5,6 +5,10 @@
 
 namespace expertwire {
 
+namespace {
+constexpr std::uint64_t pieces_bytes_max = 16 * 1024;  // of bulk of many descriptors: several of them are no chunk yet
+}  // namespace
+
 std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs now, bool bulk_too) {
     std::size_t count = 0;
     bulk_held_ = false;
@@ -25,7 +29,7 @@ std::size_t Engine::take_posts(std::span<PostCommand> out, TimeNs now, bool bulk
             if (served && !held_back(lanes_[lane], now) && take_one(lane, out[count], now)) {
                 ++count;
                 idle_lanes = 0;
-                if (bulk && bulk_hold_.active()) return count;
+                if (bulk && bulk_hold_.active() && out[count - 1].bytes > pieces_bytes_max) return count;
             } else {
                 ++idle_lanes;
             }

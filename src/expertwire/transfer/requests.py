@@ -205,6 +205,8 @@ class Transfer:
         # Memory that was deregistered, or a forked child: seldom, so not looked for before every post.
         self._require_own_process()
         self._check_places()
+        if why := self._death():  # it is being let go
+            return PeerError(f"the {self._what()} was not begun: the agent has ended: {why}", self._peer.number)
         return error
 
     def _not_free(self) -> ExpertwireError:
