@@ -274,9 +274,11 @@ class World:
         """The network heals, and everything has to come to its end."""
         self.network.native.heal()
         self.healed = True
-        for _ in range(TURNS):
+        for turn in range(TURNS):
             self.network.step()
             assert not self.network.broken, self.network.broken
+            if turn % 500 == 499:
+                self.look_around()  # as each agent's door does: work for who has died ends when it is let go
             for name in NAMES:
                 if self.sides[name].alive:
                     self.hear(name)
@@ -286,10 +288,10 @@ class World:
                 break
         for _ in range(2000):
             self.network.step()
-        for name in NAMES:
-            if not self.sides[name].alive:
-                continue
+        living = [name for name in NAMES if self.sides[name].alive]
+        for name in living:
             self.hear(name)
+        for name in living:
             for job in self.jobs[name]:
                 state = job.transfer.state()
                 assert state is not ACTIVE, f"it never ended: {job.transfer}"

@@ -194,3 +194,20 @@ def test_notifications_that_nobody_takes_are_bounded_and_their_target_is_told_of
             while not (found := b.notifications()):
                 assert time.monotonic() < until
             assert found == {"a": [b"after"]}
+
+
+@pytest.mark.parametrize("provider", list(BOTH))
+def test_who_parts_and_comes_again_at_once_is_not_let_go_for_its_parting(provider: str) -> None:
+    """Its word of parting may be read only after its second introduction."""
+    with Agent("a", BOTH[provider]) as a, Agent("b", BOTH[provider]) as b:
+        card = b.card()
+        for turn in range(3):
+            a.add_remote(card)
+            b._connections.look_around()
+            b._connections.join()
+            a.notify("b", b"%d" % turn)
+            until = time.monotonic() + 10
+            while not (found := b.notifications()):
+                assert time.monotonic() < until, "its words are nobody's"
+            assert found == {"a": [b"%d" % turn]}
+            a.remove_remote("b")

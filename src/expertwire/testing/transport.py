@@ -285,7 +285,10 @@ class _Endpoint:
     @property
     def native(self) -> Any:
         return SimpleNamespace(
-            closed=self.closed, capabilities={"notification_bytes_max": 8192}, pulse=lambda number: (0, 0, 0, 0, self._left(number))
+            turn=lambda: False,
+            closed=self.closed,
+            capabilities={"notification_bytes_max": 8192},
+            pulse=lambda number: (0, 0, 0, 0, self._left(number)),
         )
 
     @property

@@ -120,7 +120,10 @@ class Connections:
             return Refusal("the token is not that of this agent: the card is of another process, or an older one")
         if visitor.name == self._name:
             return Refusal(f"it is called {self._name!r}, as the visitor is; agents that meet need different names")
+        self._endpoint.native.turn()
         with self._lock:
+            if self._held < self._held_max:
+                self._collect()  # its parting, where it has been here before: read later it would count against this introduction
             peer = self.peers.meet(visitor.name, visitor.instance)
             try:
                 self._endpoint.add_peer(peer.number, visitor.blob, visitor.number)
