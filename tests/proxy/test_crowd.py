@@ -87,6 +87,34 @@ def test_ten_thousand_clients_that_leave() -> None:
     run(leave_all(10_000, 500))
 
 
+async def leave_nothing_to_the_collector() -> None:
+    """Over sockets: request, connection and conversation, too, hold each other no longer than the request lasts."""
+
+    def held() -> list[Conversation]:
+        return [item for item in gc.get_objects() if isinstance(item, Conversation)]
+
+    async with Edge(log_level="error") as edge:
+        gc.collect()
+        gc.disable()
+        try:
+            for path, body in (
+                ("/v1/completions", PROMPT),
+                ("/v1/completions", STREAM),
+                ("/tokenize", PROMPT),
+                ("/v1/completions", {"n": 999}),
+            ):
+                await ask(edge.port, path, body)
+            async with asyncio.timeout(20):
+                while held():
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+
+
+def test_nothing_is_left_to_the_collector() -> None:
+    run(leave_nothing_to_the_collector())
+
+
 class Shared(Fleet):
     """Servers that two proxies stand before: started and ended by none of them."""
 

@@ -33,6 +33,7 @@ from expertwire.proxy.seam import Request
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Counted = dict[tuple[str, str], int]
 FLUSH_S: Final = 0.1  # of log lines
+OVER_MAX: Final = 16  # conversations that wait for their line: what is let go soon is still in the cache for the next request
 LOOK_S: Final = 0.02  # at an end: how often is looked whether all is over
 
 
@@ -153,7 +154,7 @@ class Worker:
         try:
             self._answer(relay, reply.request)
         except Exception as error:  # a fault of ours is this request's end, not the connection's silence
-            self.broke(relay, error)
+            self.broke(relay.exchange, error)
             relay.refuse(faults.internal())
 
     def _answer(self, relay: Relay, request: Request) -> None:
@@ -184,12 +185,17 @@ class Worker:
 
     def ended(self, relay: Relay) -> None:
         """Host: the client's part is over."""
-        if relay.exchange is not None and relay in self.live:
-            self.live.remove(relay)
-            self._over.append(relay.exchange)
+        conversation = relay.exchange
+        if conversation is None or relay not in self.live:
+            return
+        self.live.remove(relay)
+        relay.exchange = None  # they hold each other: a circle would wait for the collector
+        if len(self._over) >= OVER_MAX:
+            self._log_over()
+        self._over.append(conversation)  # its outcome is known when this call is over
 
-    def broke(self, relay: Relay, error: Exception) -> None:
-        """Host: the exchange has raised."""
+    def broke(self, exchange: Conversation | None, error: Exception) -> None:
+        """Host: it has raised."""
         frames = []
         trace = error.__traceback__
         while trace is not None:
@@ -201,7 +207,7 @@ class Worker:
             "internal_error",
             error=type(error).__name__,
             at=frames[-8:],
-            request_id=relay.exchange.log.request_id if relay.exchange is not None else "",
+            request_id=exchange.log.request_id if exchange is not None else "",
         )
 
     def counted(self) -> Counted:
@@ -228,8 +234,9 @@ class Worker:
 
     def _log_over(self) -> None:
         over, self._over = self._over, []
-        self.log.records("info", "request", [each.log for each in over if not each.failed])
-        self.log.records("warning", "request", [each.log for each in over if each.failed])
+        for level, failed in (("info", False), ("warning", True)):
+            if self.log.takes(level):
+                self.log.records(level, "request", [each.log for each in over if each.failed is failed])
 
 
 def calm_collector() -> None:

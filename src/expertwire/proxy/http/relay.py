@@ -30,8 +30,8 @@ class Host(Protocol):
     def ended(self, relay: Relay) -> None:
         """The client's part of a request is over."""
 
-    def broke(self, relay: Relay, error: Exception) -> None:
-        """The exchange has raised: a fault of the proxy, to be logged."""
+    def broke(self, exchange: Conversation | None, error: Exception) -> None:
+        """It has raised: a fault of the proxy, to be logged."""
 
 
 class Relay(Reply):
@@ -42,7 +42,7 @@ class Relay(Reply):
     def __init__(self, host: Host, front: Front, ask: Ask) -> None:
         super().__init__(front, ask)
         self._host = host
-        self.exchange: Conversation | None = None  # none: answered by this process itself
+        self.exchange: Conversation | None = None  # none: answered by this process itself, or over
 
     def start(self, exchange: Conversation, now: float) -> None:
         """Begin."""
@@ -50,7 +50,7 @@ class Relay(Reply):
         try:
             exchange.start(now)
         except Exception as error:
-            self._broken(error, now)
+            self._broken(exchange, error, now)
 
     # ---- Port, towards the servers
 
@@ -103,12 +103,13 @@ class Relay(Reply):
     def gone(self, now: float) -> None:
         """The client has left: whatever leg is open is closed."""
         self.front = None
-        if self.exchange is None:
+        exchange = self.exchange
+        if exchange is None:
             return
         try:
-            self.exchange.client_gone(now)
+            exchange.client_gone(now)
         except Exception as error:  # a fault of ours may not become a leak
-            self._broken(error, now)
+            self._broken(exchange, error, now)
         self._host.ended(self)
 
     def pause(self) -> None:
@@ -130,14 +131,14 @@ class Relay(Reply):
         try:
             leg.exchange.leg_ready(leg, now)
         except Exception as error:
-            self._broken(error, now)
+            self._broken(leg.exchange, error, now)
 
     def leg_head(self, leg: Leg, status: int, headers: Headers, now: float) -> Mode:
         """An answer's head."""
         try:
             mode = leg.exchange.leg_head(leg, status, headers, now)
         except Exception as error:
-            self._broken(error, now)
+            self._broken(leg.exchange, error, now)
             return _MODE_WHOLE
         if self.front is not None and self.front.stalled and leg.handle is not None:
             leg.handle.pause()
@@ -148,7 +149,7 @@ class Relay(Reply):
         try:
             out = leg.exchange.leg_data(leg, data, now)
         except Exception as error:
-            self._broken(error, now)
+            self._broken(leg.exchange, error, now)
             return
         if out is not None:
             self.write(out)
@@ -161,29 +162,28 @@ class Relay(Reply):
             else:
                 leg.exchange.leg_ended(leg, now)
         except Exception as error:
-            self._broken(error, now)
+            self._broken(leg.exchange, error, now)
 
     def leg_failed(self, leg: Leg, failure: Failure, now: float) -> None:
         """An end before the end."""
         try:
             leg.exchange.leg_failed(leg, failure, now)
         except Exception as error:
-            self._broken(error, now)
+            self._broken(leg.exchange, error, now)
 
-    def _broken(self, error: Exception, now: float) -> None:
+    def _broken(self, exchange: Conversation, error: Exception, now: float) -> None:
         """The exchange cannot go on. What it holds is let go, and the client is told that it was our fault."""
-        self._host.broke(self, error)
+        self._host.broke(exchange, error)
         if self.stage is not _STAGE_OVER:
             if self.stage is _STAGE_OPEN:
                 self.refuse(faults.internal())
             else:
                 self.abort(b"")
             self.front = None
-            if self.exchange is not None:
-                try:
-                    self.exchange.client_gone(now)
-                except Exception as second:
-                    self._host.broke(self, second)
-        for leg in list(self.exchange.open_legs if self.exchange is not None else ()):
+            try:
+                exchange.client_gone(now)
+            except Exception as second:
+                self._host.broke(exchange, second)
+        for leg in list(exchange.open_legs):
             if leg.handle is not None:
                 leg.handle.cancel()
