@@ -18,6 +18,8 @@ class Side(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    __hash__ = str.__hash__  # enum's is a function of Python, and each request looks a side up ten times
+
 
 class Policy(StrEnum):
     """How one of several is chosen."""
