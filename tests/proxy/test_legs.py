@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -148,8 +149,9 @@ def test_short_prompts_go_to_d_alone_below_the_threshold(body: dict[str, Any], t
         ([], 1, 1),
         (None, 1, 1),
         ("x", True, 1),
-        ("x", "3", 1),
-        ("x", 0, 1),
+        ("x", "3", 3),  # as vLLM reads it
+        ("x", 3.0, 3),
+        (["x", "y"], "2.0", 4),
     ],
 )
 def test_into_how_many_branches(prompt: Any, n: Any, branches: int) -> None:
@@ -171,6 +173,57 @@ def test_each_branch_is_one_choice_of_one_prompt() -> None:
     chat = CHAT | {"n": 2}
     assert "seed" not in decode(chat, Shape.CHAT, 1)
     assert decode(chat, Shape.CHAT, 1)["messages"] == CHAT["messages"]
+
+
+@pytest.mark.parametrize("n", [0, -1, "0", "two", 1.5, [2], "nan", "9" * 5000])
+def test_a_number_of_choices_that_is_none_never_reaches_p(n: Any) -> None:
+    fault = plan_of(Shape.COMPLETIONS, orjson.dumps({"prompt": "x", "n": n}), Rules())
+    assert isinstance(fault, Fault)
+    assert (fault.status, fault.param) == (400, "n")
+    assert len(fault.message) < 200
+
+
+def test_seeds_of_choices_stay_what_vllm_takes() -> None:
+    last = 2**63 - 1
+    assert [decode({"prompt": "x", "n": 2, "seed": last}, branch=k)["seed"] for k in (0, 1)] == [last, -(2**63)]
+    assert [decode({"prompt": "x", "n": 2, "seed": "7"}, branch=k)["seed"] for k in (0, 1)] == [7, 8]
+    assert decode({"prompt": "x", "n": 2, "seed": 2**64 - 1}, branch=1)["seed"] == 2**64 - 1  # D says what is wrong with it
+
+
+@pytest.mark.parametrize(
+    ("value", "stream"), [(1, True), ("true", True), ("Yes", True), (1.0, True), (0, False), ("false", False), (None, False), ([1], False)]
+)
+def test_a_stream_is_asked_for_in_the_words_that_vllm_knows(value: Any, stream: bool) -> None:
+    made = plan({"prompt": "x", "stream": value, "stream_options": {"include_usage": value}})
+    assert (made.stream, made.include_usage) == (stream, stream)
+
+
+@pytest.mark.parametrize("shape", [Shape.COMPLETIONS, Shape.CHAT])
+def test_what_is_read_and_cannot_be_written_is_refused(shape: Shape) -> None:
+    deep = b'{"prompt":"x","messages":[],"logit_bias":' + b"[" * 300 + b"]" * 300 + b"}"
+    fault = plan_of(shape, deep, Rules())
+    assert isinstance(fault, Fault)
+    assert (fault.status, "254 levels" in fault.message) == (400, True)
+    wide = {"prompt": "x", "messages": [{"role": "user", "content": "a"}] * 400}
+    assert json.loads(legs.prefill_body(plan(wide, shape), 0))["messages"] == wide["messages"]
+
+
+EVIL = '{"a":[{"kv_transfer_params":{"remote_host":"evil"}}],"b":%s}'
+
+
+@pytest.mark.parametrize("odd", ["1", "NaN", '"\\ud800"', "[" * 300 + "]" * 300, "1e999", '"é"'])
+@pytest.mark.parametrize("written", ["kv_transfer_params", "kv\\u005Ftransfer_params", "\\u006bv_transfer_param\\u0073"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_no_reader_of_a_passed_on_body_finds_parameters(odd: str, written: str, encoding: str) -> None:
+    sent = legs.plain_body((EVIL % odd).replace("kv_transfer_params", written).encode(encoding))
+    read = json.loads(sent)  # as vLLM's server does
+    assert "kv_transfer_params" not in read["a"][0]
+    assert json.dumps(read["b"]) == json.dumps(json.loads(odd))
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x00\x01\x02\xff", b"RIFF\x00\\u", b"\xff\xfea", '{"a":NaN,"b":"\\u0041"}'.encode("utf-16")])
+def test_a_body_without_them_is_passed_on_as_it_is(raw: bytes) -> None:
+    assert legs.plain_body(raw) == raw
 
 
 def test_too_many_branches_are_refused_with_both_numbers() -> None:

@@ -144,7 +144,30 @@ def test_who_is_removed_gets_nothing_new() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "p0", "p0:80", "ftp://p0", "http://", "http://p0:x", "http://p0:99999", "http://p0?x=1", "http://u:hunter2@p0", "http://p0#x"],
+    [
+        *(
+            "",
+            "p0",
+            "p0:80",
+            "ftp://p0",
+            "http://",
+            "http://p0:x",
+            "http://p0:99999",
+            "http://p0?x=1",
+            "http://u:hunter2@p0",
+            "http://p0#x",
+        ),
+        *(
+            "http://[::1",
+            "http://p0:0",
+            "http://@p0",
+            "http://p 0:1",
+            "http://p0/a b",
+            "http://p0/\r\nx:y",
+            "http://p0/é",
+            "http://ü.example:1",
+        ),
+    ],
 )
 def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="give http://HOST:PORT") as caught:
@@ -160,6 +183,18 @@ def test_urls() -> None:
     assert (secure.port, secure.tls, secure.origin) == (443, True, b"https://p.example")
     with pytest.raises(InvalidArgumentError, match="'prefill-0' is there already"):
         made.add(Side.PREFILL, ServerConfig("http://x", "prefill-0"))
+
+
+@pytest.mark.parametrize("name", ["a\r\nset-cookie: x", "a\x00", "a" * 129])
+def test_a_name_that_no_header_may_hold(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="characters that can be printed"):
+        Fleet(Policy.ROUND_ROBIN, 3, 5.0).add(Side.DECODE, ServerConfig("http://x", name))
+
+
+def test_a_name_that_we_give_is_none_that_is_there() -> None:
+    made = Fleet(Policy.ROUND_ROBIN, 3, 5.0)
+    made.add(Side.PREFILL, ServerConfig("http://x", "prefill-1"))
+    assert [made.add(Side.PREFILL, ServerConfig("http://x")).name for _ in range(3)] == ["prefill-0", "prefill-2", "prefill-3"]
 
 
 BASE = '[[prefill]]\nurl = "http://p:1"\n[[decode]]\nurl = "http://d:1"\n'
@@ -198,6 +233,8 @@ def test_a_file_and_flags_over_it(tmp_path: Path) -> None:
         ("workers = true\n" + BASE, "workers is True; give a whole number"),
         ("workers = 0\n" + BASE, "workers is 0; give 1 to 1024"),
         (BASE + "[timeouts]\nidle_s = -1\n", "timeouts.idle_s is -1.0; give 0.001 or more"),
+        (BASE + f"[limits]\nbacklog = {2**40}\n", f"limits.backlog is {2**40}; give 1 to {2**31 - 1}"),
+        (BASE + "[timeouts]\nidle_s = nan\n", "timeouts.idle_s is nan; give 0.001 or more"),
         (BASE + "[limits]\nbody_bytes = 0\n", "limits.body_bytes is 0; give 1 or more"),
         (BASE + "[kv]\nlease_s = 4\n", "kv.margin_s is 5; it must be below kv.lease_s, which is 4"),
         ('policy = "random"\n' + BASE, "policy is 'random'; give one of round_robin, least_loaded, session"),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -191,11 +192,22 @@ def hanging() -> Any:
         (("--prefill", "http://a:1", "--decode", "http://b:1", "--port", "70000"), "port is 70000"),
         (("--prefill", "http://a:1", "--decode", "http://b:1", "--workers", "0"), "workers is 0"),
         (("--config", "/nowhere.toml"), "/nowhere.toml"),
+        (("--prefill", "http://a:1", "--decode", "http://[::1"), "decode[0].url is 'http://[::1'"),
         (("--prefill", "http://a:1", "--decode", "http://b:1", "--host", "256.1.1.1", "--port", "0"), "no address to listen on"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_status_2(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["proxy", *words]) == Exit.USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_admin_port_in_use_is_status_2_and_says_so(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ("--prefill", "http://a:1", "--decode", "http://b:1", "--port", "0", "--admin-port", str(port), "--workers", workers)
+        assert main(["proxy", *words]) == Exit.USAGE
+    said = f"admin.port {port} of 127.0.0.1 cannot be listened on: it is in use; give another --admin-port"
     assert said in capsys.readouterr().err
 
 
@@ -207,8 +219,6 @@ def test_check_says_that_settings_can_be_meant(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_channel_carries_calls_both_ways_and_errors_and_ends() -> None:
-    import socket
-
     from expertwire.errors import DeadlineError, InvalidArgumentError, PeerError
 
     async def body() -> None:

@@ -9,6 +9,8 @@ beyond the process.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 from urllib.parse import unquote
@@ -99,6 +101,13 @@ def _no_side(side: str) -> Fault:
     return faults.bad_request(f"side is {side!r}; give one of {', '.join(Side)}", "side")
 
 
+def reason(error: OSError) -> str:
+    """Why an address cannot be listened on; asyncio makes a long sentence of it that has the address again."""
+    if error.errno == errno.EADDRINUSE:
+        return "it is in use"
+    return os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error.strerror)
+
+
 class AdminService:
     """`Service` of the admin endpoint's connections."""
 
@@ -110,6 +119,7 @@ class AdminService:
         self.stopping = False
         self._handler = handler
         self._log = log
+        self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
@@ -120,7 +130,7 @@ class AdminService:
             self._server = await loop.create_server(lambda: Front(self, loop), host, port)
         except OSError as error:
             raise InvalidArgumentError(
-                f"admin.port {port} of {host!r} cannot be listened on: {error.strerror}; give another --admin-port"
+                f"admin.port {port} of {host} cannot be listened on: {reason(error)}; give another --admin-port"
             ) from error
         found = int(self._server.sockets[0].getsockname()[1])
         self._log.event("info", "admin_listening", host=host, port=found)
@@ -129,7 +139,8 @@ class AdminService:
     async def close(self) -> None:
         """End, without waiting for anybody."""
         self.stopping = True
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         for task in list(self._tasks):
             task.cancel()
         for front in list(self.fronts):

@@ -155,6 +155,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "retries.prefill_attempts": (1, 100),
     "retries.decode_attempts": (1, 100),
     "limits.head_bytes": (1024, 2**24),
+    "limits.backlog": (1, 2**31 - 1),
 }
 
 

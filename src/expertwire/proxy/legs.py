@@ -18,6 +18,11 @@ from expertwire.proxy.faults import Fault
 TEXT_BYTES_PER_TOKEN: Final = 4  # a guess, used for the threshold below which D computes alone, and for nothing else
 
 
+DEPTH_MAX: Final = 254  # what orjson writes; it reads deeper
+SEED_MAX: Final = 2**63 - 1  # the largest that vLLM takes; what would be beyond goes on at the other end
+_TRUE: Final = frozenset({"1", "t", "true", "on", "y", "yes"})
+
+
 class Shape(IntEnum):
     """What sort of request it is."""
 
@@ -105,17 +110,22 @@ def plan_of(shape: Shape, raw: bytes, rules: Rules) -> Plan | Fault:
         return faults.bad_request(f"the body is not valid JSON: {error.msg} at byte {error.pos}")
     if not isinstance(body, dict):
         return faults.bad_request("the body is JSON, but no object")
-    plan = Plan(shape, raw, body, body.get("stream") is True)
+    if raw.count(b"[") + raw.count(b"{") > DEPTH_MAX and not _can_be_written(body):
+        return faults.bad_request(f"the body is nested deeper than {DEPTH_MAX} levels")
+    plan = Plan(shape, raw, body, _flag(body.get("stream")))
     if not _UNUSUAL.isdisjoint(body):
         plan.stripped = params.strip_request(body)
         options = body.get("stream_options")
-        plan.include_usage = isinstance(options, dict) and options.get("include_usage") is True
+        plan.include_usage = isinstance(options, dict) and _flag(options.get("include_usage"))
         plan.alone = _why_alone(shape, body)
         if plan.alone:
             return plan
     prompts = _batch(body.get("prompt")) if shape is _COMPLETIONS else None
     n = body.get("n") if shape is not _RESPONSES else None
-    n = n if isinstance(n, int) and not isinstance(n, bool) and n > 1 else 1
+    if n is None:
+        n = 1
+    elif (n := _number(n)) is None or n < 1:  # P would not refuse it, for it is sent another
+        return faults.bad_request(f"n is {body['n']!r:.100}; it must be a whole number, and 1 at least", "n")
     if prompts or n > 1:
         if not rules.split_batches:
             plan.alone = "batch"
@@ -132,21 +142,54 @@ def plan_of(shape: Shape, raw: bytes, rules: Rules) -> Plan | Fault:
     return plan
 
 
+def _number(value: Any) -> int | None:
+    """A whole number as vLLM's fields (pydantic, not strict) read one: 2, 2.0, "2"; else None. What we did not see as one, D would."""
+    if isinstance(value, int):
+        return int(value)
+    if not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if not number.is_integer():
+        return None
+    try:
+        return int(value)
+    except ValueError:  # "2.0"
+        return int(number)
+
+
+def _flag(value: Any) -> bool:
+    """Whether vLLM's fields read this as true: true, 1, "yes" …"""
+    if value is True or value is False or value is None:
+        return value is True
+    return value.lower() in _TRUE if isinstance(value, str) else isinstance(value, int | float) and value == 1
+
+
+def _can_be_written(body: dict[str, Any]) -> bool:
+    try:
+        orjson.dumps(body)
+    except orjson.JSONEncodeError:
+        return False
+    return True
+
+
 def _why_alone(shape: Shape, body: dict[str, Any]) -> str:
     """What D would compute anew whatever P sent, or what P and D would not see alike."""
     if body.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
     if body.get("use_beam_search"):
         return "beam_search"
-    truncated = body.get("truncate_prompt_tokens")
-    if isinstance(truncated, int) and truncated < 0:
+    truncated = _number(body.get("truncate_prompt_tokens"))
+    if truncated is not None and truncated < 0:
         return "truncation"  # to what the model takes less max_tokens, which the legs do not have in common
     if shape is Shape.COMPLETIONS:
         # `logprobs: 0` asks for them too.
         if body.get("echo") and body.get("logprobs") is not None:
             return "echo_logprobs"
-        best_of = body.get("best_of")
-        if isinstance(best_of, int) and best_of > 1:
+        best_of = _number(body.get("best_of"))
+        if best_of is not None and best_of > 1:
             return "best_of"
         if body.get("prompt_embeds") is not None:
             return "prompt_embeds"
@@ -211,9 +254,10 @@ def _of_branch(plan: Plan, branch: int) -> dict[str, Any]:
         body["prompt"] = plan.prompts[branch // plan.n]
     if plan.n > 1:
         body["n"] = 1
-        seed = body.get("seed")
-        if isinstance(seed, int) and not isinstance(seed, bool):
-            body["seed"] = seed + branch % plan.n  # as vLLM seeds the choices of one request
+        seed = _number(body.get("seed"))
+        if seed is not None and seed <= SEED_MAX:
+            seed += branch % plan.n  # as vLLM seeds the choices of one request
+            body["seed"] = seed if seed <= SEED_MAX else seed - 2**64
     return body
 
 
@@ -264,7 +308,7 @@ def plain_body(raw: bytes) -> bytes:
         return raw
     try:
         body = orjson.loads(raw)
-    except orjson.JSONDecodeError:
+        return orjson.dumps(body) if params.strip_everywhere(body) else raw
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         # D's reader is laxer than ours (NaN), and what it would find there could end its engine.
-        return raw.replace(params.NEEDLE, b"kv_transfer_paramz") if params.NEEDLE in raw else raw
-    return orjson.dumps(body) if params.strip_everywhere(body) else raw
+        return params.disguise(raw)

@@ -5,6 +5,8 @@ What P hands out is forwarded as it is: it grows with each version of vLLM. Chec
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, Final
 
 import orjson
@@ -13,6 +15,14 @@ from expertwire.errors import StateError
 
 NAME: Final = "kv_transfer_params"
 NEEDLE: Final = b"kv_transfer_params"
+# As JSON may write it: any character escaped.
+_WRITTEN: Final = re.compile(
+    b"".join(
+        b"(?:%c|\\\\u00%s)" % (code, b"".join(b"[%c%c]" % (digit, digit - 32) if digit > 96 else b"%c" % digit for digit in b"%02x" % code))
+        for code in NEEDLE
+    )
+)
+_OTHER: Final = b"kv_transfer_paramz"
 # As vLLM dumps a reply's field that was not set. With its quotes unescaped it cannot be part of a string, so it may be cut out as bytes.
 _UNSET: Final = (b',"kv_transfer_params":null', b', "kv_transfer_params": null')
 # Where vLLM passes a client's dict on into the same place: {"vllm_xargs": {"kv_transfer_params": …}} reaches the connector too.
@@ -106,8 +116,21 @@ def cached_tokens(reply: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def may_carry(body: bytes) -> bool:
-    """False if no reading of the JSON `body` has the name, escapes included."""
-    return NEEDLE in body or b"\\u" in body
+    """False if no reading of the JSON `body` has the name, escapes included. (UTF-16 and UTF-32 begin with a zero byte among four.)"""
+    return NEEDLE in body or b"\\u" in body or b"\0" in body[:4]
+
+
+def disguise(body: bytes) -> bytes:
+    """A client's body that we cannot read with another name in the place of ours, wherever a laxer reader would find it.
+
+    Python's `json.loads`, which D reads with, takes NaN, half a surrogate pair, deeper nesting, and UTF-16 and UTF-32.
+    """
+    encoding = json.detect_encoding(body)
+    try:
+        text = body if encoding.startswith("utf-8") else body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return body  # D cannot read it either
+    return _WRITTEN.sub(_OTHER, text) if _WRITTEN.search(text) else body
 
 
 def strip_request(body: dict[str, Any]) -> bool:

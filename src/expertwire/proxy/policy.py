@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from expertwire.errors import InvalidArgumentError
+
+# What a request's first line and its Host may hold. A host of other letters is given as xn--…, a path's as %XX.
+_URL: Final = re.compile(r"[!-~]+")
+NAME_CHARACTERS_MAX: Final = 128
 
 
 class Side(StrEnum):
@@ -74,23 +79,27 @@ class Server:
 
     def __init__(self, side: Side, config: ServerConfig, name: str, key: str = "url") -> None:
         """`key`: what the configuration calls the URL, for errors."""
-        parts = urlsplit(config.url)
         try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment or parts.username:
+            parts = urlsplit(config.url)
+            fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and _URL.fullmatch(config.url)
+        except ValueError:  # a port that is none, half an IPv6 address
+            fits = False
+        if not fits or parts.query or parts.fragment or "@" in parts.netloc:
             raise InvalidArgumentError(
-                f"{key} is {_without_secrets(config.url)!r}; give http://HOST:PORT or https://HOST:PORT, a path may follow"
+                f"{key} is {_without_secrets(config.url)!r}; give http://HOST:PORT or https://HOST:PORT in ASCII, a path may follow"
+            )
+        if not name.isprintable() or len(name) > NAME_CHARACTERS_MAX:  # it stands in a header, and in the metrics
+            raise InvalidArgumentError(
+                f"the name of {key} is {name[:200]!r}; give at most {NAME_CHARACTERS_MAX} characters that can be printed"
             )
         if not 0 <= config.ranks <= 4096:
             raise InvalidArgumentError(f"ranks of {name} is {config.ranks}; give 0 (the server chooses) to 4096")
         self.side = side
         self.name = name
         self.tls = parts.scheme == "https"
-        self.host: str = parts.hostname
-        self.port: int = port or (443 if self.tls else 80)
-        self.host_header = parts.netloc.encode("ascii", "strict") if parts.netloc.isascii() else parts.hostname.encode("idna")
+        self.host: str = parts.hostname or ""
+        self.port: int = parts.port or (443 if self.tls else 80)
+        self.host_header = parts.netloc.encode()
         self.origin = f"{parts.scheme}://{parts.netloc}".encode()
         self.prefix = parts.path.rstrip("/").encode()
         self.ranks = config.ranks
@@ -123,7 +132,7 @@ class Fleet:
     def add(self, side: Side, config: ServerConfig, key: str = "url") -> Server:
         """Take a server in. InvalidArgumentError for a URL that cannot be one, or a name that is taken."""
         name = config.name
-        if not name:
+        while not name or (not config.name and self.by_name(side, name) is not None):
             name = f"{side}-{self._given[side]}"
             self._given[side] += 1
         server = Server(side, config, name, key)

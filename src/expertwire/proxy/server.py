@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import os
 import resource
@@ -16,7 +15,7 @@ from typing import Final, cast
 
 from expertwire.errors import InvalidArgumentError
 from expertwire.proxy import faults
-from expertwire.proxy.admin import AdminService, Message, apply
+from expertwire.proxy.admin import AdminService, Message, apply, reason
 from expertwire.proxy.config import Config
 from expertwire.proxy.conversation import Conversation
 from expertwire.proxy.core import Core, own
@@ -55,8 +54,9 @@ def listen(config: Config, *, backlog: int) -> socket.socket:
             sock.listen(backlog)
     except OSError as error:
         sock.close()
-        what = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise InvalidArgumentError(f"port {config.port} of {config.host} cannot be listened on: {what}; give another --port") from error
+        raise InvalidArgumentError(
+            f"port {config.port} of {config.host} cannot be listened on: {reason(error)}; give another --port"
+        ) from error
     return sock
 
 
@@ -271,12 +271,12 @@ async def serve(config: Config, log: Log) -> tuple[bool, Counted]:
     worker = Worker(config, log)
     admin: AdminService | None = None
     try:
+        if config.admin.port:  # before the worker, which would have to be stopped again if this cannot be
+            admin = AdminService(worker.administer, log)
+            await admin.start(config.admin.host, config.admin.port)
         await worker.start(listen(config, backlog=config.limits.backlog))
         host, port = worker.address
         log.event("info", "listening", host=host, port=port, workers=1)
-        if config.admin.port:
-            admin = AdminService(worker.administer, log)
-            await admin.start(config.admin.host, config.admin.port)
         log.event("info", "stopping", signal=await asked.get())
         finished = await until_again(worker, asked)
         return finished, worker.counted()
