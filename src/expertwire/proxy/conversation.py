@@ -179,11 +179,12 @@ class Conversation(ABC):
 
     def _end_leg(self, leg: Leg, outcome: str) -> None:
         """A leg is over, however; each ends once."""
+        core = self.core
         self.open_legs.remove(leg)
-        self.core.open_legs -= 1
+        core.open_legs -= 1
         server = leg.server
-        self.core.fleet.done(server, leg.rank)
-        self.core.metrics.count("legs_total", server.side, server.name, outcome)
+        core.fleet.done(server, leg.rank)
+        core.metrics.count("legs_total", server.side, server.name, outcome)
 
     def _cancel_leg(self, leg: Leg) -> None:
         self._port.cancel(leg)

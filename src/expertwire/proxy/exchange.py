@@ -118,7 +118,8 @@ class Exchange(Conversation):
         """See the base."""
         fine = 200 <= leg.status < 300
         self._end_leg(leg, "cancelled" if leg.kind is _KIND_LATE else "answered" if fine else "refused")
-        self.core.fleet.answered(leg.server)
+        if leg.server.failures:
+            self.core.fleet.answered(leg.server)
         if leg.kind is _KIND_LATE:
             self._late(leg, body, now)
         elif leg.kind is _KIND_RELEASE:
@@ -364,7 +365,7 @@ class Exchange(Conversation):
             _DO[action](self, branch, now)
 
     def _end_leg(self, leg: Leg, outcome: str) -> None:
-        super()._end_leg(leg, outcome)
+        Conversation._end_leg(self, leg, outcome)  # without super()'s object: each request does this twice
         branch = self._branches[leg.branch]
         if branch.leg is leg:
             branch.leg = None  # nothing here refers to itself in a circle, or a busy proxy would spend its time in the collector

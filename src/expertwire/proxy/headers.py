@@ -29,6 +29,10 @@ _DROPPED_UP_JSON: Final = _DROPPED_UP | {b"content-type", b"content-encoding"}
 _DROPPED_DOWN: Final = _HOP | {b"content-length", b"x-request-id", b"date"}
 # Of a two-leg answer only these: it is made anew here.
 _KEPT_DOWN: Final = frozenset({b"content-type", b"retry-after", b"www-authenticate", b"content-encoding"})
+# One formatting takes two thirds of the time of a join of as many pieces.
+_HEAD: Final = b"%b %b HTTP/1.1\r\nhost: %b\r\n%baccept-encoding: identity\r\nx-request-id: %b\r\n%b"
+_BODILESS: Final = _HEAD + b"\r\n"
+_WITH_BODY: Final = _HEAD + b"content-length: %d\r\n\r\n%b"
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,256}")
 
 
@@ -67,9 +71,9 @@ def up_lines(headers: Headers, *, json: bool) -> bytes:
 def message(method: bytes, target: bytes, host: bytes, lines: bytes, request_id: bytes, rank: bytes, body: bytes | None) -> bytes:
     """A complete request. `rank`: for X-data-parallel-rank, b"" for none. `body`: None where the client sent none."""
     ranked = b"x-data-parallel-rank: %b\r\n" % rank if rank else b""
-    length = b"" if body is None else b"content-length: %d\r\n" % len(body)
-    first = (method, b" ", target, b" HTTP/1.1\r\nhost: ", host, b"\r\n", lines)
-    return b"".join((*first, b"accept-encoding: identity\r\nx-request-id: ", request_id, b"\r\n", ranked, length, b"\r\n", body or b""))
+    if body is None:
+        return _BODILESS % (method, target, host, lines, request_id, ranked)
+    return _WITH_BODY % (method, target, host, lines, request_id, ranked, len(body), body)
 
 
 def down_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -73,12 +73,12 @@ class Upstream(asyncio.Protocol, Timed):
         "_size",
         "_status",
         "_stays",
-        "_transport",
         "leg",
         "phase",
         "pool",
         "relay",
         "rested_s",
+        "transport",
     )
 
     def __init__(self, pool: Pool) -> None:
@@ -87,7 +87,7 @@ class Upstream(asyncio.Protocol, Timed):
         self.phase = _PHASE_OPENING
         self.leg: Leg | None = None
         self.relay: Relay | None = None
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self.rested_s = 0.0  # for how long it was kept before its present leg
         self._begin()
@@ -114,10 +114,10 @@ class Upstream(asyncio.Protocol, Timed):
 
     def send(self, leg: Leg) -> None:
         """Write the request."""
-        if self.phase is not _PHASE_HELD or self._transport is None:
+        if self.phase is not _PHASE_HELD or self.transport is None:
             return  # it was lost meanwhile, which is being told
         self.phase = _PHASE_SENT
-        self._transport.write(leg.message)
+        self.transport.write(leg.message)
         now = time.monotonic()
         self.due = due = now + leg.first_byte_s
         if self.looked_at > due:
@@ -134,7 +134,7 @@ class Upstream(asyncio.Protocol, Timed):
 
     def abandon(self, leg: Leg) -> bool:
         """End our side: the server takes that for its client's leaving. What it had sent before is still read, within the leg's times."""
-        transport = self._transport
+        transport = self.transport
         if transport is None or self.phase not in (_PHASE_SENT, _PHASE_BODY) or not transport.can_write_eof():
             return False
         self._after = True  # no further request can be sent
@@ -145,14 +145,14 @@ class Upstream(asyncio.Protocol, Timed):
 
     def pause(self) -> None:
         """The client does not take what is there: read no more, and let the server's deadline rest."""
-        if self._transport is not None and self.phase in (_PHASE_SENT, _PHASE_BODY):
-            self._transport.pause_reading()
+        if self.transport is not None and self.phase in (_PHASE_SENT, _PHASE_BODY):
+            self.transport.pause_reading()
             self.due = NEVER
 
     def resume(self) -> None:
         """Read again."""
-        if self._transport is not None and self.leg is not None and self.phase in (_PHASE_SENT, _PHASE_BODY):
-            self._transport.resume_reading()
+        if self.transport is not None and self.leg is not None and self.phase in (_PHASE_SENT, _PHASE_BODY):
+            self.transport.resume_reading()
             self._extend(self.leg, time.monotonic())
 
     def _extend(self, leg: Leg, now: float) -> None:
@@ -172,8 +172,8 @@ class Upstream(asyncio.Protocol, Timed):
             self.phase = _PHASE_CLOSED
             self.due = NEVER
             self.pool.closed(self)
-            if self._transport is not None:
-                self._transport.abort()
+            if self.transport is not None:
+                self.transport.abort()
 
     def _fail(self, failure: Failure, now: float) -> None:
         leg, relay = self.leg, self.relay
@@ -193,13 +193,13 @@ class Upstream(asyncio.Protocol, Timed):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio: it is open."""
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
         if self.phase is _PHASE_CLOSED:
-            self._transport.abort()
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Asyncio: it is closed."""
-        self._transport = None
+        self.transport = None
         phase, leg, relay = self.phase, self.leg, self.relay
         if phase is _PHASE_CLOSED:
             return
@@ -244,7 +244,8 @@ class Upstream(asyncio.Protocol, Timed):
             else:
                 self.due = now + leg.first_byte_s
             return
-        relay = cast("Relay", self.relay)
+        relay = self.relay
+        assert relay is not None, "who has a leg has its relay"
         mode = self._mode
         if mode is None:
             mode = self._mode = relay.leg_head(leg, self._status, self._headers, now)
@@ -276,7 +277,7 @@ class Upstream(asyncio.Protocol, Timed):
         pieces = self._pieces
         body = b"" if mode is not _MODE_WHOLE else pieces[0] if len(pieces) == 1 else b"".join(pieces)
         keep = self._framing is _FRAMING_MEASURED and not self._after and self._stays
-        self._detach()
+        self.leg = self.relay = leg.handle = None
         if keep:
             self.pool.put(self, now)
         else:
@@ -354,7 +355,7 @@ class Upstream(asyncio.Protocol, Timed):
     @property
     def alive(self) -> bool:
         """Whether it can be written to, for all that is known here."""
-        return self._transport is not None and not self._transport.is_closing()
+        return self.transport is not None and not self.transport.is_closing()
 
 
 class Dial(Timed):
@@ -433,7 +434,8 @@ class Pool:
         """The connection that was used last, None if there is none that is young enough."""
         while self._idle:
             connection, _ = self._idle.popitem()
-            if connection.due > now and connection.alive:
+            transport = connection.transport
+            if connection.due > now and transport is not None and not transport.is_closing():
                 connection.rested_s = now - (connection.due - self.idle_s)
                 return connection
             connection.drop()
@@ -495,7 +497,8 @@ class Pool:
 
     def put(self, connection: Upstream, now: float) -> None:
         """It is free again."""
-        if self.idle_s <= 0 or not connection.alive:
+        transport = connection.transport
+        if self.idle_s <= 0 or transport is None or transport.is_closing():
             connection.drop()
             return
         connection.keep(now)
