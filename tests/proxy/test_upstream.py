@@ -65,6 +65,40 @@ def test_answers_of_every_framing_and_size_of_segment() -> None:
     run(body())
 
 
+def test_a_head_that_came_before_is_known_and_its_body_is_not() -> None:
+    """Answers of one head, byte for byte, and of other bodies; in segments; with bytes behind; to HEAD."""
+
+    async def body() -> None:
+        async with Edge() as edge:
+            prompts = [PROMPT | {"prompt": prompt} for prompt in ("one two three", "two one three")]
+            texts = [(await edge.ask(PATH, asked | {"stream": True})).texts() for asked in prompts]
+            assert texts[0] != texts[1]
+
+            async def as_ever() -> None:
+                for asked, right in zip(prompts, texts, strict=True):
+                    reply = await edge.ask(PATH, asked)
+                    assert (reply.status, reply.texts()) == (200, right)
+
+            for _ in range(3):
+                await as_ever()
+            pools = [edge.worker.core.fleet.servers(side)[0].pool for side in Side]
+            for pool in pools:
+                assert 0 < len(pool.heads) <= upstream.KNOWN_HEADS
+                assert all(int(dict(lines)[b"content-length"]) == size for _, lines, size in pool.heads.values())
+            for fault in (Fault(segment_bytes=40), Fault(behind=b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nWRONG")):
+                for server in edge.fleet.servers:
+                    server.script.add(Rule(fault, times=2))
+                await as_ever()
+            await as_ever()
+            for _ in range(2):
+                whole, head = await edge.ask("/v1/models", method="GET"), await edge.ask("/v1/models", method="HEAD")
+                assert (whole.status, head.status, head.body, head.whole) == (200, 200, b"", True)
+                assert whole.body
+            assert await edge.settle() == {}
+
+    run(body())
+
+
 def test_a_kept_connection_that_was_closed_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with Edge() as edge:

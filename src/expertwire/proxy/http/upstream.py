@@ -28,6 +28,10 @@ _STATUS_MAX: Final = 599
 # A server that closes what is idle may do so just when a request is on its way, which says nothing of the request. What was in use a moment
 # ago is not closed for that: such an end is the request's own failure, and who injects k of them counts k.
 RESTED_S: Final = 1.0
+# Heads of whole answers whose meaning is kept: a server's differ in date and length only.
+KNOWN_HEADS: Final = 64
+KNOWN_BYTES: Final = 1024
+_NO_HEAD: Final = 3  # where the end of one was looked for and not found, and 4 added
 
 
 class Phase(IntEnum):
@@ -227,14 +231,26 @@ class Upstream(asyncio.Protocol, Timed):
         if leg is None or self.phase is _PHASE_HELD:
             self._unasked()
             return
+        whole_head = 0  # bytes of the head, if this is the first piece of the answer
         if self.phase is _PHASE_SENT:
+            if not self._head_bytes and not self._after and not leg.head_only:
+                whole_head = data.find(b"\r\n\r\n") + 4
             self._head_bytes += len(data)
         broken = False
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            broken = self.phase is not _PHASE_WHOLE
-            self._after = True
+        known = self.pool.heads.get(data[:whole_head]) if whole_head > _NO_HEAD else None
+        if known is not None and known[2] == len(data) - whole_head:
+            self._status, self._headers, self._size = known
+            self._pieces.append(data[whole_head:])
+            self._stays = True
+            self.phase = _PHASE_WHOLE
+        else:
+            try:
+                self._parser.feed_data(data)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+                broken = self.phase is not _PHASE_WHOLE
+                self._after = True
+            if whole_head > _NO_HEAD and self.phase is _PHASE_WHOLE and self._size == len(data) - whole_head:
+                self._learn(data[:whole_head])
         now = time.monotonic()
         if self.phase is _PHASE_SENT:
             if broken:
@@ -272,6 +288,14 @@ class Upstream(asyncio.Protocol, Timed):
             self._fail(_FAILURE_PROTOCOL, now)
         elif self.due != NEVER:  # else it is paused
             self.due = now + leg.idle_s
+
+    def _learn(self, head: bytes) -> None:
+        """The same bytes of a head with as many behind them mean the same: the parser need not be asked again."""
+        if self._stays and not self._after and self._status == 200 and self._size and len(head) <= KNOWN_BYTES:
+            heads = self.pool.heads
+            if len(heads) >= KNOWN_HEADS:
+                heads.clear()
+            heads[head] = (200, self._headers, self._size)
 
     def _complete(self, leg: Leg, relay: Relay, mode: Mode, now: float) -> None:
         pieces = self._pieces
@@ -425,6 +449,7 @@ class Pool:
         self._limits = limits
         self._loop = loop
         self._tls = tls
+        self.heads: dict[bytes, tuple[int, Headers, int]] = {}  # status, headers and the body's bytes, by the head as it came
         self._idle: dict[Upstream, None] = {}  # popitem() takes the last
         self._open: set[Upstream] = set()
         self._dialling: set[asyncio.Task[None]] = set()
