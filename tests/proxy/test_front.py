@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 
 import pytest
 
+from expertwire.proxy.http.front import Front
+from expertwire.proxy.http.upstream import Upstream
 from expertwire.testing.http.answers import MODEL
 from expertwire.testing.http.client import Client, request
 from expertwire.testing.http.fake_vllm import Fleet, Options
@@ -317,5 +320,51 @@ def test_random_bytes_never_break_it(seed: int) -> None:
                 await asyncio.gather(*(one() for _ in range(20)), return_exceptions=False)
             assert (await edge.ask("/v1/completions", PROMPT)).status == 200
             assert await edge.settle() == {}
+
+    run(body())
+
+
+def test_a_connection_that_has_ended_needs_no_collector() -> None:
+    """The parser and its connection hold each other: what had come of a body stayed until a collection, which a worker has rarely."""
+
+    async def body() -> None:
+        async with Edge(limits={"reply_bytes": 1000}) as edge:
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(3):
+                    client = await Client.open(edge.port)
+                    await client.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{")
+                    client.leave()
+                    assert (
+                        await edge.ask("/v1/completions", PROMPT | {"max_tokens": 400})
+                    ).status == 502  # too large: the connection is dropped
+                    assert (await edge.ask("/v1/completions", PROMPT, headers={"connection": "close"})).status == 200
+                await edge.settle()
+                for pool in edge.worker.pools:
+                    pool.retire()
+                while edge.worker.fronts or any(pool.open_count for pool in edge.worker.pools):
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0.01)
+                edge.worker.wheel._slots.clear()  # it holds whom it watches for 2 s at most
+                assert [type(found) for found in gc.get_objects() if isinstance(found, Front | Upstream)] == []
+            finally:
+                gc.enable()
+
+    run(body())
+
+
+def test_a_target_that_names_a_host_is_one_of_ours_too() -> None:
+    async def body() -> None:
+        async with Edge() as edge:
+            for target, said in (
+                (b"http://x/health", b'"ok"'),
+                (b"http://x/ready?a", b'"ready":true'),
+                (b"http://x/metrics", b"expertwire_proxy_"),
+            ):
+                replies, client = await edge.say(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % target)
+                assert said in replies[0].body, target
+                client.leave()
+            assert edge.d.counts["requests"] == 0
 
     run(body())

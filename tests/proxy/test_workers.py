@@ -16,7 +16,9 @@ import pytest
 
 from expertwire.cli.main import main
 from expertwire.cli.report import Exit
+from expertwire.proxy import config, workers
 from expertwire.proxy.channel import Channel
+from expertwire.proxy.log import Log
 from expertwire.testing.http.client import Client, ask, request
 from expertwire.testing.http.fake_vllm import Fleet
 from proxy.edge import PROMPT, STREAM, run
@@ -152,6 +154,34 @@ async def free_port() -> int:
 
 async def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_worker_that_hangs_is_replaced_and_the_others_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LOOK_S", 0.05), ("HUNG_S", 0.5), ("NUMBERS_S", 0.1), ("AGAIN_S", 0.01)):
+        monkeypatch.setattr(workers, name, seconds)
+
+    async def body() -> None:
+        made = config.from_table(
+            {"port": 0, "workers": 2, "prefill": [{"url": "http://127.0.0.1:1"}], "decode": [{"url": "http://127.0.0.1:1"}]}
+        )
+        lines: list[bytes] = []
+        parent = workers.Parent(made, Log(lines.append, "info"))
+        serving = asyncio.ensure_future(parent.serve())
+        async with asyncio.timeout(LIMIT_S):
+            while b'"listening"' not in b"".join(lines):
+                await asyncio.sleep(0.01)
+            old = parent._children[0]
+            assert old.process is not None
+            old.process.send_signal(signal.SIGSTOP)
+            assert len(await parent._asked({"op": "metrics"})) == 1
+            while b'"worker_started"' not in b"".join(lines):
+                await asyncio.sleep(0.01)
+            assert b'"worker_hung"' in b"".join(lines)
+            assert len(await parent._asked({"op": "metrics"})) == 2
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (await serving)[0]
+
+    run(body())
 
 
 def test_one_worker_ends_in_order_and_a_second_signal_ends_it_at_once() -> None:

@@ -17,7 +17,7 @@ from expertwire.errors import InvalidArgumentError
 from expertwire.proxy import faults
 from expertwire.proxy.admin import AdminService, Message, apply, reason
 from expertwire.proxy.config import Config
-from expertwire.proxy.conversation import Conversation
+from expertwire.proxy.conversation import Conversation, origin_form
 from expertwire.proxy.core import Core, own
 from expertwire.proxy.exchange import open_exchange
 from expertwire.proxy.http import render
@@ -159,7 +159,7 @@ class Worker:
 
     def _answer(self, relay: Relay, request: Request) -> None:
         if request.target[:2] != b"/v":
-            path = request.target.partition(b"?")[0]
+            path = origin_form(request.target).partition(b"?")[0]
             if path == b"/metrics" and self.metrics_of_all is not None and request.method == b"GET":
                 self.metrics_of_all(relay)
                 return

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import uvloop
 
-from expertwire.errors import ExpertwireError, PeerError
+from expertwire.errors import DeadlineError, ExpertwireError, PeerError
 from expertwire.proxy.admin import AdminService, apply
 from expertwire.proxy.channel import Channel, Message
 from expertwire.proxy.config import Config
@@ -25,6 +25,9 @@ from expertwire.proxy.server import STOP_SIGNALS, Counted, listen, raise_file_li
 
 START_S: Final = 60.0  # until a worker listens
 ANSWER_S: Final = 5.0  # for what a worker does at once
+NUMBERS_S: Final = 2.0  # for its numbers: one that hangs may not take those of the others with it
+LOOK_S: Final = 2.0  # between two looks whether a worker still answers
+HUNG_S: Final = 10.0  # for that answer; one that gives none keeps its share of the connections, and answers none of them
 AGAIN_S: Final = 0.5  # until a worker that died is started again; doubled each time it dies young
 AGAIN_MAX_S: Final = 10.0
 YOUNG_S: Final = 10.0
@@ -49,6 +52,7 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.reader: asyncio.Task[None] | None = None
         self.began = 0.0
+        self.listens = False
 
     async def start(self, config: Config) -> None:
         """Start it, and wait until it listens. Raises ExpertwireError."""
@@ -68,6 +72,7 @@ class Child:
         await self.channel.open(ours)
         self.reader = asyncio.ensure_future(self.channel.run())
         await self.channel.call({"op": "start", "config": pickle.dumps(config), "number": self.number}, START_S)
+        self.listens = True
 
     async def end(self, deadline_s: float) -> None:
         """Wait for its end; kill it after the deadline."""
@@ -92,7 +97,7 @@ class Parent:
         self._log = log
         self._fleet = config.fleet()
         self._children: list[Child] = []
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: list[asyncio.Task[None]] = []  # two for each worker
         self._stopping = False
 
     async def serve(self) -> tuple[bool, Counted]:
@@ -109,7 +114,8 @@ class Parent:
             try:
                 self._children = [Child(number, self._asked) for number in range(self._config.workers)]
                 await asyncio.gather(*(child.start(self._config) for child in self._children))
-                self._keepers = [asyncio.ensure_future(self._keep(index)) for index in range(len(self._children))]
+                for index in range(len(self._children)):
+                    self._keepers += [asyncio.ensure_future(self._keep(index)), asyncio.ensure_future(self._watch(index))]
                 self._log.event("info", "listening", host=self._config.host, port=self._config.port, workers=len(self._children))
                 if self._config.admin.port:
                     admin = AdminService(self._administer, self._log)
@@ -175,6 +181,23 @@ class Parent:
             if fresh.process is None:
                 self._children[index] = child
 
+    async def _watch(self, index: int) -> None:
+        """Kill a worker that hangs or is stopped; `_keep` starts it again."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            child = self._children[index]
+            if not child.listens:
+                continue  # START_S is its time for that
+            try:
+                await child.channel.call({"op": "list"}, HUNG_S)
+            except DeadlineError:
+                if self._stopping or child.process is None or child.process.returncode is not None:
+                    continue
+                self._log.event("error", "worker_hung", number=child.number, seconds=HUNG_S)
+                child.process.kill()
+            except ExpertwireError:
+                continue  # it has ended, or has not begun
+
     def _now(self) -> Config:
         """The configuration with the servers that there are now."""
         sides: dict[str, tuple[ServerConfig, ...]] = {
@@ -182,13 +205,13 @@ class Parent:
         }
         return dataclasses.replace(self._config, prefill=sides["prefill"], decode=sides["decode"])
 
-    async def _everywhere(self, message: Message) -> list[Any]:
+    async def _everywhere(self, message: Message, deadline_s: float = ANSWER_S) -> list[Any]:
         """The answers of all workers, errors among them."""
-        return await asyncio.gather(*(child.channel.call(message, ANSWER_S) for child in self._children), return_exceptions=True)
+        return await asyncio.gather(*(child.channel.call(message, deadline_s) for child in self._children), return_exceptions=True)
 
     async def _asked(self, message: Message) -> Any:
         """A worker wants what only all of them know."""
-        snapshots = await self._everywhere({"op": "snapshot"})
+        snapshots = await self._everywhere({"op": "snapshot"}, NUMBERS_S)
         return [snapshot for snapshot in snapshots if not isinstance(snapshot, BaseException)]
 
     async def _administer(self, message: Message) -> Message:

@@ -294,6 +294,8 @@ class Front(asyncio.Protocol, Timed):
         self._reading = _READING_CLOSED
         self._transport = None
         self.due = NEVER
+        self._clear()
+        del self._parser  # they hold each other, and the collector comes rarely here: a body of a gigabyte would wait for it
         self.service.fronts.discard(self)
         self._leave()
 

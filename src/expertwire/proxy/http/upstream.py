@@ -175,6 +175,7 @@ class Upstream(asyncio.Protocol, Timed):
         if self.phase is not _PHASE_CLOSED:
             self.phase = _PHASE_CLOSED
             self.due = NEVER
+            self._pieces = []
             self.pool.closed(self)
             if self.transport is not None:
                 self.transport.abort()
@@ -204,6 +205,7 @@ class Upstream(asyncio.Protocol, Timed):
     def connection_lost(self, exc: Exception | None) -> None:
         """Asyncio: it is closed."""
         self.transport = None
+        del self._parser  # they hold each other, and the collector comes rarely here: see `Front`
         phase, leg, relay = self.phase, self.leg, self.relay
         if phase is _PHASE_CLOSED:
             return
