@@ -13,7 +13,7 @@ import pytest
 
 from expertwire.proxy.exchange import Exchange
 from expertwire.proxy.http import upstream
-from expertwire.proxy.policy import Side
+from expertwire.proxy.policy import ServerConfig, Side
 from expertwire.testing.http import faults
 from expertwire.testing.http.client import Client, request
 from expertwire.testing.http.connection import Connection
@@ -169,6 +169,34 @@ def test_what_is_no_answer_is_a_502_of_ours_and_d_is_not_called() -> None:
                 assert (await edge.ask(PATH, PROMPT)).status == 200, name
             assert await edge.settle(blocks=False) == {}
 
+    run(body())
+
+
+def test_who_answers_before_the_request_is_whole_is_not_asked_again_on_that_connection() -> None:
+    answer = b'{"choices":[{"index":0,"text":"x","finish_reason":"length"}]}'
+    opened = 0
+
+    async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened
+        opened += 1
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer))
+        await ended.wait()  # and reads no more
+        writer.close()
+
+    async def body() -> None:
+        async with await asyncio.start_server(early, "127.0.0.1", 0, limit=4096) as server, Edge() as edge:
+            fleet = edge.worker.core.fleet
+            fleet.remove(Side.DECODE, "decode-0")
+            fleet.add(Side.DECODE, ServerConfig(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+            for _ in range(3):
+                async with asyncio.timeout(5):
+                    reply = await edge.ask(PATH, PROMPT | {"user": "y" * (16 << 20)})
+                assert (reply.status, reply.body) == (200, answer)
+            assert opened == 3
+            ended.set()
+
+    ended = asyncio.Event()
     run(body())
 
 

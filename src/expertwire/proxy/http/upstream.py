@@ -303,6 +303,8 @@ class Upstream(asyncio.Protocol, Timed):
         pieces = self._pieces
         body = b"" if mode is not _MODE_WHOLE else pieces[0] if len(pieces) == 1 else b"".join(pieces)
         keep = self._framing is _FRAMING_MEASURED and not self._after and self._stays
+        # An answer may come before the request has gone: the next would stand behind the rest of it, which the server may never read.
+        keep = keep and self.transport is not None and not self.transport.get_write_buffer_size()
         self.leg = self.relay = leg.handle = None
         if keep:
             self.pool.put(self, now)
