@@ -1,6 +1,7 @@
 #include "bind/simulation_low_latency_world.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "engine/pump.hpp"
@@ -248,6 +249,23 @@ bool LowLatencyWorld::step(std::uint32_t rank, std::uint64_t budget) {
     return outcome != Step::waiting;
 }
 
+namespace {
+
+std::string wrong_sum(const Bytes& expected, const Bytes& got, std::ptrdiff_t value, std::uint64_t hidden) {
+    const auto read = [value](const Bytes& bytes) {
+        std::uint16_t bits;
+        std::memcpy(&bits, bytes.data() + value * 2, sizeof bits);
+        char text[32];
+        std::snprintf(text, sizeof text, "%.9g (0x%04x)", static_cast<double>(rows::widen_bf16(bits)), bits);
+        return std::string(text);
+    };
+    const auto at = static_cast<std::uint64_t>(value);
+    return "a sum is wrong: token " + std::to_string(at / hidden) + ", column " + std::to_string(at % hidden) + ": " +
+           read(got) + " instead of " + read(expected);
+}
+
+}  // namespace
+
 void LowLatencyWorld::finish(std::uint32_t rank, std::size_t at, Step outcome) {
     Member& member = members_[rank];
     const Call& call = member.calls[at];
@@ -270,7 +288,9 @@ void LowLatencyWorld::finish(std::uint32_t rank, std::size_t at, Step outcome) {
         wrong = check_dispatch(rank, at);
     } else {
         const Bytes expected = expected_sums(script_, at, rank);
-        if (!std::equal(expected.begin(), expected.end(), call.out.begin())) wrong = "a sum is wrong";
+        const auto [want, got] = std::mismatch(expected.begin(), expected.end(), call.out.begin());
+        if (want != expected.end())
+            wrong = wrong_sum(expected, call.out, (want - expected.begin()) / 2, step.call.hidden);
     }
     if (wrong.empty()) wrong = check_guards(rank);
     for (const Bytes* bytes : {&call.out, &call.scales, &call.src_info}) {
