@@ -75,6 +75,12 @@ class Report:
         """Append one row."""
         self.rows.append(Row(name, value, unit, status, labels))
 
+    def tell_what_is_not_ok(self) -> None:
+        """On stderr, a line for each row of an engine that failed or was skipped, and why."""
+        for row in self.rows:
+            if row.status is not RowStatus.OK:
+                print(f"{row.labels.get('engine')}: {row.name} {row.status.value}: {row.labels.get('why', '')}", file=sys.stderr)
+
     def exit_status(self) -> Exit:
         """FAILED before SKIPPED before OK; a run without rows has verified nothing, so it is FAILED."""
         found = {row.status for row in self.rows}

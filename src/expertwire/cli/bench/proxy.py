@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,9 +112,7 @@ def run(args: argparse.Namespace) -> int:
     add_ratios(report, settings, found)
     report.write(args.json)
     terminal().print(table(report, f"a proxy on one core, medians of {settings.rounds} rounds"))
-    for row in report.rows:
-        if row.status is not RowStatus.OK:
-            print(f"{row.labels.get('engine')}: {row.name} {row.status.value}: {row.labels.get('why', '')}", file=sys.stderr)
+    report.tell_what_is_not_ok()
     return report.exit_status()
 
 

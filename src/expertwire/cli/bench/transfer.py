@@ -105,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
         add_rows(report, engine, asked, pairs_of)
     report.write(args.json)
     terminal().print(table(report, f"transfers between two processes, {settings.provider}, medians of {asked.runs} runs"))
-    for row in report.rows:
-        if row.status is not RowStatus.OK:
-            print(f"{row.labels.get('engine')}: {row.name} {row.status.value}: {row.labels.get('why', '')}", file=sys.stderr)
+    report.tell_what_is_not_ok()
     return report.exit_status()
 
 
