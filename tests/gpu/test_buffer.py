@@ -5,27 +5,16 @@ Several ranks on one GPU need MPS and EXPERTWIRE_SHARE_DEVICE=1: `scripts/gpu_ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ep.cases import Case
 from ep.test_exchange_matrix import cases, expected
 from gpu import work
 from harness import World
-
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU here")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[World]:
-    world = World(8)
-    yield world
-    world.close()
 
 
 def compare(want: dict[str, Any], got: dict[str, Any], where: str) -> None:
@@ -44,7 +33,7 @@ def test_every_shape_as_the_oracle_says(ranks: World, count: int) -> None:
             compare(want, got, f"of rank {rank} in {case}")
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_results_of_a_fixed_size(ranks: World, count: int) -> None:
     for case in cases((0,) * count):
         worst = sum(case.tokens) + 5
@@ -65,20 +54,34 @@ def test_replays(ranks: World, count: int, tokens: tuple[int, ...], ids: str) ->
             compare(want, results[rank][step], f"of rank {rank} in replay {step}")
 
 
-def test_more_rows_than_were_allowed(ranks: World) -> None:
+@pytest.mark.parametrize("count", [2])
+def test_more_rows_than_were_allowed(ranks: World, count: int) -> None:
     case = Case((0, 0), (9, 9), seed=3)
-    for said, works in ranks.run(2, work.overflow, case, 4):
+    for said, works in ranks.run(count, work.overflow, case, 4):
         assert "num_worst_tokens is 4" in said
         assert works
 
 
-def test_a_capture_that_would_wait_is_refused(ranks: World) -> None:
-    assert all("cannot be recorded into a graph" in said for said in ranks.run(2, work.uncaptured))
+@pytest.mark.parametrize("count", [2])
+def test_a_capture_that_would_wait_is_refused(ranks: World, count: int) -> None:
+    assert all("cannot be recorded into a graph" in said for said in ranks.run(count, work.uncaptured))
 
 
-def test_who_stays_away_is_named(ranks: World) -> None:
-    answers = ranks.run(4, work.one_stays_away)
+@pytest.mark.parametrize("count", [4])
+def test_who_stays_away_is_named(ranks: World, count: int) -> None:
+    answers = ranks.run(count, work.one_stays_away)
     for said, later, total in answers[:3]:
-        assert "waited until its deadline for rank 3 to begin" in said
+        assert "for rank 3 to begin" in said
         assert "failed before" in later
         assert total == 1024
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graph"])
+def test_two_microbatches_on_two_streams(ranks: World, count: int, recorded: bool) -> None:
+    ranks.run(count, work.microbatches, recorded)
+
+
+@pytest.mark.parametrize("count", [2])
+def test_two_threads_take_turns(ranks: World, count: int) -> None:
+    ranks.run(count, work.two_threads)

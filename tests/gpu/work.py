@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -46,9 +47,9 @@ def layout_of(buffer: Buffer, ids: torch.Tensor, experts: int) -> dict[str, Any]
     }
 
 
-def run_case(rank: Rank, case: Case, worst: int = 0, asynchronous: bool = False) -> dict[str, Any]:
+def run_case(rank: Rank, case: Case, worst: int = 0, asynchronous: bool = False, buffer: Buffer | None = None) -> dict[str, Any]:
     """The case of tests/ep, by the names of its oracle; of worst-token results the rows that count."""
-    buffer = buffer_of(rank)
+    buffer = buffer_of(rank) if buffer is None else buffer
     given = inputs(case, rank.rank)
     ids, weights = gpu(given.topk_idx), gpu(given.topk_weights)
     layout = layout_of(buffer, ids, case.experts)
@@ -87,7 +88,7 @@ def run_case(rank: Rank, case: Case, worst: int = 0, asynchronous: bool = False)
     if scales is None:  # where it lies already
         out["again_combined"] = plain(buffer.combine(x, handle)[0])
     torch.cuda.synchronize()
-    buffer.runtime.check()
+    buffer.check()
     return out
 
 
@@ -130,7 +131,7 @@ def replays(rank: Rank, case: Case, worst: int, steps: int) -> list[dict[str, An
         results.append(
             {name: plain(kept[name]) for name in ("combined", "combined_weights")} | {"real_counts": kept["real_counts"].tolist()}
         )
-    buffer.runtime.check()
+    buffer.check()
     del graph
     return results
 
@@ -188,3 +189,128 @@ def one_stays_away(rank: Rank) -> tuple[str, str, float]:
     finally:
         buffer.destroy()
     return said, later, float(torch.ones(1024, device="cuda").sum())
+
+
+class Microbatch:
+    """Rows that experts multiply on a stream of their own, so that two such overlap: one is dispatched while the other's experts work."""
+
+    def __init__(self, rank: Rank, buffer: Buffer, number: int) -> None:
+        self.buffer, self.number, self.scale = buffer, number, 1 + rank.rank / 8
+        self.case = Case((0,) * rank.size, (40 + 8 * number,) * rank.size, hidden=1024, experts=32, seed=60 + number)
+        self.given = [inputs(self.case, one) for one in range(rank.size)]
+        mine = self.given[rank.rank]
+        self.x, self.ids, self.weights = gpu(mine.x), gpu(mine.topk_idx), gpu(mine.topk_weights)
+        self.stream = torch.cuda.Stream()
+        self.rank = rank
+        self.handle: Any = None
+        self.rows: Any = None
+        self.sums: Any = None
+        self.event: Any = None
+
+    def dispatch(self) -> None:
+        with torch.cuda.stream(self.stream):
+            layout = layout_of(self.buffer, self.ids, self.case.experts)
+            self.rows, _, _, _, self.handle, self.event = self.buffer.dispatch(
+                self.x,
+                topk_idx=self.ids,
+                topk_weights=self.weights,
+                num_worst_tokens=sum(self.case.tokens),
+                previous_event=Buffer.capture() if not torch.cuda.is_current_stream_capturing() else None,
+                async_finish=True,
+                **layout,
+            )
+
+    def experts(self) -> None:
+        """In place, many small kernels of its own stream."""
+        with torch.cuda.stream(self.stream):
+            self.event.current_stream_wait()
+            for _ in range(8):
+                self.rows.mul_(1)
+            self.rows.mul_(self.scale)
+
+    def combine(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self.sums, _, self.event = self.buffer.combine(self.rows, self.handle, async_finish=True)
+
+    def finish(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self.event.current_stream_wait()
+
+    def right(self, where: str) -> None:
+        torch.cuda.synchronize()
+        self.buffer.check()
+        mine = self.given[self.rank.rank]
+        owner = mine.topk_idx // (self.case.experts // self.rank.size)
+        total = torch.zeros(mine.x.shape)
+        for one in range(self.rank.size):
+            y = (mine.x.float() * (1 + one / 8)).bfloat16().float()
+            total += torch.where((owner == one).any(1, keepdim=True), y, 0.0)
+        assert torch.equal(self.sums.cpu(), total.bfloat16()), f"sums of microbatch {self.number} {where}"
+
+
+def _overlapped(both: list[Microbatch]) -> None:
+    first, second = both
+    first.dispatch()
+    second.dispatch()
+    first.experts()
+    first.combine()
+    second.experts()
+    second.combine()
+    for one in both:
+        one.finish()
+
+
+def microbatches(rank: Rank, recorded: bool) -> None:
+    """Two at once, each on its stream, both handles live; the same recorded into one graph and replayed."""
+    buffer = buffer_of(rank)
+    both = [Microbatch(rank, buffer, number) for number in range(2)]
+    for step in range(5):
+        _overlapped(both)
+        for one in both:
+            one.right(f"in step {step}")
+    if not recorded:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        here = torch.cuda.current_stream()
+        for one in both:
+            one.stream.wait_stream(here)
+        _overlapped(both)
+        for one in both:
+            here.wait_stream(one.stream)
+    for step in range(10):
+        for one in both:
+            one.sums.fill_(-1)
+        graph.replay()
+        for one in both:
+            one.right(f"in replay {step}")
+
+
+def two_threads(rank: Rank) -> None:
+    """A thread for each microbatch, as dual-batch overlap has them: they hand the turn over between calls, in the same order everywhere."""
+    buffer = buffer_of(rank)
+    both = [Microbatch(rank, buffer, number) for number in range(2)]
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+    failures: list[BaseException] = []
+
+    def run(number: int) -> None:
+        torch.cuda.set_device(buffer.runtime.device)
+        try:
+            for _ in range(6):
+                for call in (both[number].dispatch, both[number].experts, both[number].combine, both[number].finish):
+                    assert turns[number].acquire(timeout=30), "the other thread has not handed over"
+                    call()
+                    turns[1 - number].release()
+        except BaseException as error:
+            failures.append(error)
+            turns[1 - number].release()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    for one in both:
+        one.right("of a thread")

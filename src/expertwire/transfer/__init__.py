@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from expertwire.transfer.states import TransferState
     from expertwire.transfer.store import MetadataStore
     from expertwire.transfer.telemetry import Telemetry
-    from expertwire.transfer.textfile import TextFile
 
 __all__ = [
     "Agent",
@@ -28,7 +27,6 @@ __all__ = [
     "MetadataStore",
     "Prepared",
     "Telemetry",
-    "TextFile",
     "Transfer",
     "TransferState",
 ]
@@ -43,7 +41,6 @@ _HOME = {
     "Listener": "listener",
     "MetadataStore": "store",
     "Telemetry": "telemetry",
-    "TextFile": "textfile",
     "Prepared": "requests",
     "Transfer": "requests",
     "TransferState": "states",

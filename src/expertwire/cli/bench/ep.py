@@ -11,6 +11,7 @@ A figure is the median over the iterations of the slowest rank's time; `low` and
   expertwire bench ep --smoke                          a quick check: 128 tokens, hidden 1024, 64 experts, top-4
   expertwire bench ep --rank-tokens 0,128,1,77 --ranks 4    its own number of tokens for each rank
   expertwire bench ep --preset slingshot-ep8           the published shape, asynchronous and synchronous writes turn about (15 GiB)
+  expertwire bench ep --device cuda --sizes 4096,512,128 --dtype both --graph --against deep_ep    on this machine's GPUs, beside DeepEP
   expertwire bench ep --loop 20 --ranks 2 --ranks-per-node 1                  sustained, beside the fallback and the raw ceiling
   expertwire bench ep --loop 20 --ranks 2 --ranks-per-node 1 --shape 2gbit    the same where the wire is the limit (needs tc)
 """
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertwire.cli.bench import ep_device
 from expertwire.cli.report import Report, RowStatus, options, terminal
 from expertwire.errors import InvalidArgumentError, UnavailableError
 
@@ -94,9 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=tuple(MODES), default="ht", help="high throughput (default), or low latency")
     parser.add_argument(
         "--dtype",
-        choices=("bf16", "fp8"),
+        choices=("bf16", "fp8", "both"),
         default="bf16",
-        help="of dispatched rows; fp8: e4m3 with a scale for each 128 columns (default bf16)",
+        help="of dispatched rows; fp8: e4m3 with a scale for each 128 columns; both: with --device cuda alone (default bf16)",
     )
     parser.add_argument("--experts", type=int, default=256, help="experts of all ranks; need not divide by the ranks (default 256)")
     parser.add_argument("--topk", type=int, default=8, help="experts of a token (default 8)")
@@ -118,11 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--against",
-        choices=("gloo", "mpi", "sync", "ht"),
         action="append",
         default=[],
-        help="measure it in the same run, turn about: gloo, MPI_Alltoallv (mpi4py and MPICH), ours with EXPERTWIRE_SYNC_WRITES, or, with "
-        "--mode ll, the high-throughput mode",
+        help="measure it in the same run, turn about: gloo, mpi (MPI_Alltoallv of mpi4py and MPICH), sync (ours with "
+        "EXPERTWIRE_SYNC_WRITES), or, with --mode ll, ht, the other mode; with --device cuda any module shaped like DeepEP (deep_ep)",
     )
     parser.add_argument("--iterations", type=int, default=10, help="measured iterations (default 10)")
     parser.add_argument("--warmup", type=int, default=2, help="iterations before them, checked but not counted (default 2)")
@@ -135,12 +136,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loop", type=float, metavar="SECONDS", help="sustained dispatch, async, synchronous and the raw loop in turn")
     parser.add_argument("--microbatches", type=int, default=1, help="with --loop: also in so many overlapping parts (default 1: not)")
     parser.add_argument("--shape", metavar="RATE", help="with --loop: in a network namespace whose loopback passes RATE, such as 2gbit")
+    ep_device.add_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts there (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the file."""
+    if args.device == "cuda":
+        return ep_device.run(args, SMOKE if args.smoke else {})
+    ep_device.refuse(args)
     if args.loop is not None:
         if args.mode != "ht" or args.dtype != "bf16":
             raise InvalidArgumentError(
