@@ -34,6 +34,8 @@ def test_everything_given() -> None:
         "EXPERTWIRE_LIVENESS": "heartbeat",
         "EXPERTWIRE_SIGNAL_PATH": "message",
         "EXPERTWIRE_SHARE_DEVICE": "1",
+        "EXPERTWIRE_VLLM": "nixl",
+        "EXPERTWIRE_TELEMETRY_FOLDER": "/tmp/x",
         "LIBFABRIC_HOME": "/opt/x",
         "FI_CXI_RDZV_THRESHOLD": "0",
         "FI_CXI_RDZV_GET_MIN": "1",
@@ -70,6 +72,14 @@ def test_an_error_names_variable_value_and_limit(name: str, value: str, limit: s
     assert name in message
     assert limit in message
     assert value in message or repr(value)[1:-1] in message
+
+
+def test_one_setting_is_read_without_the_others() -> None:
+    env = {"EXPERTWIRE_VLLM": "1", "EXPERTWIRE_TIMEOUT_MS": "none"}
+    assert Settings.read("vllm", env) == "1"
+    assert Settings.read("vllm", {"EXPERTWIRE_VLLM": ""}) == Settings.read("vllm", {}) == "0"
+    with pytest.raises(InvalidArgumentError, match="EXPERTWIRE_VLLM='yes' is not known: give one of 0, 1, nixl, deep_ep"):
+        Settings.read("vllm", {"EXPERTWIRE_VLLM": "yes"})
 
 
 def test_the_hard_timeout_is_not_below_the_timeout() -> None:

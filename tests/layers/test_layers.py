@@ -34,7 +34,7 @@ PYTHON_ARROWS: dict[str, set[str]] = {
     "ep": {"fabric"},
     "transfer": {"fabric"},
     "proxy": set(),
-    "compat": {"ep", "transfer"},
+    "compat": {"ep", "transfer", "fabric"},  # of fabric the settings alone
     "testing": {"fabric", "_simulation"},
     "testing.http": {"proxy"},
     "cli": {"fabric", "ep", "transfer", "proxy", "compat", "testing", "_native", "_simulation"},

@@ -124,6 +124,20 @@ class Settings:
         "EXPERTWIRE_SIGNAL_PATH", _word("auto", "atomic", "message"), "auto", exchanged=True, note="how signals travel over libfabric"
     )
     share_device: bool = _variable("EXPERTWIRE_SHARE_DEVICE", _flag, False, exchanged=True, note="1: several ranks may share one GPU")
+    vllm: str = _variable(
+        "EXPERTWIRE_VLLM",
+        _word("0", "1", "nixl", "deep_ep"),
+        "0",
+        exchanged=False,
+        note="1: vLLM's processes find Expertwire as nixl and deep_ep; one name: as that alone (docs/vllm.md)",
+    )
+    telemetry_folder: str = _variable(
+        "EXPERTWIRE_TELEMETRY_FOLDER",
+        _text,
+        "",
+        exchanged=False,
+        note="where compat.nixl's agents write their counters, each a .prom file",
+    )
     libfabric_home: str = _variable("LIBFABRIC_HOME", _text, "", exchanged=False, note="where to look for libfabric first")
     cxi_rendezvous_threshold: str = _variable(
         "FI_CXI_RDZV_THRESHOLD", _text, "", exchanged=True, note="cxi's own setting; 0 forces rendezvous, which loses order"
@@ -165,6 +179,14 @@ class Settings:
                 "give at least the same, so that a wait can report before its slots are taken away"
             )
         return settings
+
+    @classmethod
+    def read(cls, field_name: str, env: Mapping[str, str] | None = None) -> Any:
+        """One setting alone, so that what is wrong with the others does not matter. Raises `InvalidArgumentError`."""
+        source: Mapping[str, str] = os.environ if env is None else env
+        item = next(item for item in fields(cls) if item.name == field_name)
+        text = source.get(item.metadata["variable"], "")
+        return item.metadata["parse"](item.metadata["variable"], text) if text != "" else item.default
 
     def given(self) -> dict[str, str]:
         """Variable → value of everything that differs from its default."""

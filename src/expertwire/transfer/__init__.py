@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from expertwire.transfer.states import TransferState
     from expertwire.transfer.store import MetadataStore
     from expertwire.transfer.telemetry import Telemetry
+    from expertwire.transfer.textfile import TextFile
 
 __all__ = [
     "Agent",
@@ -27,6 +28,7 @@ __all__ = [
     "MetadataStore",
     "Prepared",
     "Telemetry",
+    "TextFile",
     "Transfer",
     "TransferState",
 ]
@@ -41,6 +43,7 @@ _HOME = {
     "Listener": "listener",
     "MetadataStore": "store",
     "Telemetry": "telemetry",
+    "TextFile": "textfile",
     "Prepared": "requests",
     "Transfer": "requests",
     "TransferState": "states",

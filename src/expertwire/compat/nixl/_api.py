@@ -23,7 +23,19 @@ from expertwire.compat.nixl._bindings import (
     translated,
 )
 from expertwire.errors import ExpertwireError, InvalidArgumentError, NoTelemetryError, NotFoundError, UnavailableError
-from expertwire.transfer import Agent, Descriptors, Directory, MetadataStore, Prepared, Telemetry, Transfer, TransferState, metadata
+from expertwire.fabric.config import Settings
+from expertwire.transfer import (
+    Agent,
+    Descriptors,
+    Directory,
+    MetadataStore,
+    Prepared,
+    Telemetry,
+    TextFile,
+    Transfer,
+    TransferState,
+    metadata,
+)
 
 __all__ = [
     "DEFAULT_COMM_PORT",
@@ -145,14 +157,22 @@ class nixl_agent:
         self._agent = Agent(agent_name)
         self._telemetry = Telemetry(agent_name)
         self._directory = Directory(self._agent, store=store, token=config.listen_token)
+        self._file: TextFile | None = None
         try:
+            if folder := Settings.read("telemetry_folder"):
+                self._file = TextFile(folder, agent_name, self._telemetry.prometheus)
             for backend in PLUGINS if instantiate_all and nixl_conf is None else config.backends:
                 self.create_backend(backend)
             if config.enable_listen:
                 self._directory.listen(self._hosts(), config.port)
         except BaseException:
+            self._end_file()
             self._agent.close()
             raise
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def _hosts(self) -> list[str]:
         """Where to listen for metadata: where the agent itself is reached, and the loopback, which nobody else reaches."""
@@ -163,6 +183,7 @@ class nixl_agent:
     def close(self) -> None:
         """Ours: end it now, and not when it is collected. Again: nothing."""
         self._directory.close()
+        self._end_file()
         self._agent.close()
 
     def __enter__(self) -> nixl_agent:
@@ -175,6 +196,7 @@ class nixl_agent:
         if not sys.is_finalizing():  # then no thread ends any more, and none is waited for
             with contextlib.suppress(Exception):  # not made whole, or in a forked child
                 self._directory.close()
+                self._end_file()
                 self._agent.close(0)
 
     # Backends: names, all of which mean the same.
