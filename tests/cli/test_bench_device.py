@@ -86,12 +86,26 @@ def test_without_a_gpu_it_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (row["name"], row["value"], row["status"], row["device"]) == ("verified", None, "skipped", "cuda")
 
 
-def test_what_a_run_that_fails_had_measured_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_ranks_fail(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # A device that torch does not know: each rank fails when it makes its first tensor.
-    rows = ep_device.measure(replace(SMALL, device="no such device", budget_s=20.0))
+    rows = ep_device.measure(replace(SMALL, device="no such device", budget_s=20.0), tmp_path)
     assert rows[-1]["status"] == "failed"
     assert "no such device" in rows[-1]["why"]
     assert "no such device" in capfd.readouterr().err
+
+
+def test_what_had_been_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def ended(setup: DeviceSetup, _: Path) -> Any:
+        Path(setup.journal).write_text(json.dumps({"name": "dispatch_us", "value": 7.0, "unit": "µs", "status": "ok"}) + "\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ep_device, "gpus", lambda: 2)
+    monkeypatch.setattr(ep_device, "measure", ended)
+    out = tmp_path / "rows.json"
+    assert main(["bench", "ep", "--device", "cuda", "--json", str(out)]) == Exit.INTERRUPTED
+    kept, last = json.loads(out.read_text())["rows"]
+    assert (kept["name"], kept["value"]) == ("dispatch_us", 7.0)
+    assert (last["status"], last["why"]) == ("failed", "it was ended before it was done")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,11 @@ class DeviceSetup:
             "mode": MODES[self.mode],
         }
 
+    def ended(self, status: str, why: str) -> dict[str, Any]:
+        """The row of a run that did not come to its end."""
+        value = 0 if status == "failed" else None
+        return {"name": "verified", "value": value, "status": status, **self.labels(), "engine": OURS, "why": why}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `bench ep` has for GPUs alone, and the one that asks for them."""
@@ -141,20 +146,35 @@ def run(args: argparse.Namespace, shape: dict[str, Any]) -> int:
     """Measure, print the table, write the file."""
     setup = parse(args, shape)
     report = Report("bench ep", {**asdict(setup), "options": options(args)})
-    try:
-        setup = replace(setup, gpus=min(gpus(), setup.ranks))
-        report.config["gpus"] = setup.gpus
-        rows = measure(setup)
-    except UnavailableError as error:
-        print(f"expertwire: --device cuda is skipped: {error}", file=sys.stderr, flush=True)
-        rows = [{"name": "verified", "value": None, "status": "skipped", "engine": OURS, "why": str(error), **setup.labels()}]
-    for row in rows:
-        left = {name: value for name, value in row.items() if name not in ("name", "value", "unit", "status")}
-        report.add(row["name"], row["value"], row.get("unit", ""), RowStatus(row.get("status", "ok")), **left)
+    with tempfile.TemporaryDirectory(prefix="expertwire-") as directory:
+        try:
+            setup = replace(setup, gpus=min(gpus(), setup.ranks), journal=str(Path(directory, "journal")))
+            report.config["gpus"] = setup.gpus
+            add(report, measure(setup, Path(directory)))
+        except UnavailableError as error:
+            print(f"expertwire: --device cuda is skipped: {error}", file=sys.stderr, flush=True)
+            add(report, [setup.ended("skipped", str(error))])
+        except BaseException:  # from outside: what has been measured is kept
+            add(report, [*noted(setup), setup.ended("failed", "it was ended before it was done")])
+            report.write(args.json)
+            raise
     report.write(args.json, args.html)
     terminal().print(report.table(title(setup)))
     report.tell_what_is_not_ok()
     return report.exit_status()
+
+
+def add(report: Report, rows: list[dict[str, Any]]) -> None:
+    """Rows as ranks note them."""
+    for row in rows:
+        labels = {name: value for name, value in row.items() if name not in ("name", "value", "unit", "status")}
+        report.add(row["name"], row["value"], row.get("unit", ""), RowStatus(row.get("status", "ok")), **labels)
+
+
+def noted(setup: DeviceSetup) -> list[dict[str, Any]]:
+    """What rank 0 has noted so far."""
+    journal = Path(setup.journal)
+    return [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()] if journal.is_file() else []
 
 
 def title(setup: DeviceSetup) -> str:
@@ -177,27 +197,21 @@ def gpus() -> int:
     return count
 
 
-def measure(setup: DeviceSetup) -> list[dict[str, Any]]:
+def measure(setup: DeviceSetup, folder: Path) -> list[dict[str, Any]]:
     """Rows of all engines. The ranks are children of another process, whose environment has what they need to share GPUs."""
     from expertwire.cli import mps
 
-    with tempfile.TemporaryDirectory(prefix="expertwire-") as directory:
-        folder = Path(directory)
-        setup = replace(setup, journal=str(folder / "journal"))
-        (folder / "setup").write_bytes(pickle.dumps((list(sys.path), setup)))
-        command = [sys.executable, "-m", "expertwire.cli.bench.ep_device_start", directory]
-        failure = ""
-        try:
-            if setup.ranks > setup.gpus:
-                with mps.daemon() as variables:
-                    subprocess.run(["env", *variables, *command], timeout=setup.budget_s + START_S, check=False)
-            else:
-                subprocess.run(command, timeout=setup.budget_s + START_S, check=False)
-        except subprocess.TimeoutExpired:
-            failure = f"ranks have not ended {START_S} s after the budget of {setup.budget_s:.0f} s"
-        rows = [json.loads(line) for line in Path(setup.journal).read_text().splitlines()] if Path(setup.journal).exists() else []
-        said = folder / "said"
-        failure = failure or (said.read_text() if said.exists() else "the process that starts the ranks ended without a word")
-        if failure:
-            rows.append({"name": "verified", "value": 0, "status": "failed", "engine": OURS, "why": failure, **setup.labels()})
-        return rows
+    (folder / "setup").write_bytes(pickle.dumps((list(sys.path), setup)))
+    command = [sys.executable, "-m", "expertwire.cli.bench.ep_device_start", str(folder)]
+    failure = ""
+    try:
+        if setup.ranks > setup.gpus:
+            with mps.daemon() as variables:
+                subprocess.run(["env", *variables, *command], timeout=setup.budget_s + START_S, check=False)
+        else:
+            subprocess.run(command, timeout=setup.budget_s + START_S, check=False)
+    except subprocess.TimeoutExpired:
+        failure = f"ranks have not ended {START_S} s after the budget of {setup.budget_s:.0f} s"
+    said = folder / "said"
+    failure = failure or (said.read_text() if said.exists() else "the process that starts the ranks ended without a word")
+    return [*noted(setup), *([setup.ended("failed", failure)] if failure else [])]
