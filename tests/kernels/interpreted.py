@@ -15,8 +15,13 @@ import torch.distributed as dist
 import triton.language as tl
 from triton.runtime import interpreter
 
+from expertwire.ep import Buffer, backends
+from expertwire.ep.bootstrap import Launch
+from expertwire.ep.cuda import backend
 from expertwire.ep.cuda.exchange import Exchange, Tuning, control_bytes
+from expertwire.ep.cuda.low_latency_exchange import LowLatencyExchange, LowLatencyTuning
 from expertwire.ep.cuda.symmetric import Symmetric
+from expertwire.ep.event import in_calling_thread
 from harness import Rank
 
 DATA_BYTES = 4 << 20
@@ -54,18 +59,28 @@ interpreter._patch_lang = _Patched()
 
 def shared(rank: Rank, name: str, length: int) -> Symmetric:
     """Memory of every rank, mapped here by files that nobody can see any more when this returns."""
+
+    def gather(mine: Any) -> list[Any]:
+        answers: list[Any] = [None] * rank.size
+        dist.all_gather_object(answers, mine, group=rank.group)
+        return answers
+
+    return mapped(Launch(rank.rank, rank.size, gather), length, name=name)
+
+
+def mapped(launch: Launch, length: int, _device: object = None, name: str = "memory") -> Symmetric:
+    """The same in place of `symmetric.allocate`."""
     descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, length)
-    paths: list[Any] = [None] * rank.size
-    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}", group=rank.group)
+    paths = launch.all_gather(f"/proc/{os.getpid()}/fd/{descriptor}")
     maps = []
     for path in paths:
         with Path(path).open("r+b") as file:
             maps.append(mmap.mmap(file.fileno(), length))
-    dist.barrier(group=rank.group)
+    launch.all_gather(None)
     os.close(descriptor)
     addresses = tuple(ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in maps)
-    return Symmetric(rank.rank, addresses, length, torch.device("cpu"), maps)
+    return Symmetric(launch.rank, addresses, length, torch.device("cpu"), maps)
 
 
 def exchange_of(rank: Rank, timeout_ms: int = 20_000, **tuning: Any) -> tuple[Exchange, Symmetric]:
@@ -84,3 +99,49 @@ def over(data: Symmetric, offset: int, dtype: torch.dtype, shape: tuple[int, int
     count = shape[0] * shape[1]
     raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(data.address + offset)
     return torch.frombuffer(bytearray(raw), dtype=dtype, count=count).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+class Point:
+    """A point in the work of the interpreter, which has ended when a launch returns."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class NoStreams:
+    """In place of `CommStream`."""
+
+    stream = None
+    caller = None
+    ordered = staticmethod(in_calling_thread)
+    point = mark = staticmethod(lambda _stream=None: Point())
+
+    def __init__(self, _device: torch.device) -> None: ...
+
+    def capturing(self) -> bool:
+        return False
+
+    def wait_for(self, _mark: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def buffer_of(rank: Rank, **options: Any) -> Buffer:
+    """A Buffer on CUDA tensors, but for the GPU: its kernels run in the interpreter, on CPU tensors. Made once for each set of options."""
+    key = ("interpreted", rank.size, *sorted(options.items()))
+    if key not in rank.kept:
+        backends.device_type = lambda _device: "cuda"
+        backend.local_device = lambda: (torch.device("cpu"), f"GPU of rank {rank.rank}")
+        backend.allocate = mapped
+        backend.CommStream = NoStreams  # type: ignore[assignment,misc]
+        backend.tuning_of = lambda _sms, _sharing: Tuning(programs=2, combine_programs=2)
+        few = LowLatencyTuning(send_programs=2, pack_programs=2, sum_programs=2, sum_block=512)
+        backend.LowLatencyExchange = lambda *given: LowLatencyExchange(*given, few)  # type: ignore[assignment,misc]
+        rank.kept[key] = Buffer(
+            rank.group, **{"num_nvl_bytes": DATA_BYTES, "timeout_ms": 20_000, "max_local_experts": EXPERTS_MAX, **options}
+        )
+    return rank.kept[key]

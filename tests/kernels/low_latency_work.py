@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -35,7 +34,7 @@ class Stand(LowLatencyOperations):
         tuning = LowLatencyTuning(send_programs=2, pack_programs=2, sum_programs=2, sum_block=512)
         self.exchange = LowLatencyExchange(control, data, EXPERTS_MAX, timeout_ms, shrink, tuning)
         self.runtime: Any = SimpleNamespace(
-            low_latency=CudaLowLatency(self.exchange, EXPERTS_MAX, over, lambda: None),
+            low_latency=CudaLowLatency(self.exchange, EXPERTS_MAX, lambda: False),
             ordered=in_calling_thread,
             device=torch.device("cpu"),
         )
@@ -45,12 +44,6 @@ class Stand(LowLatencyOperations):
         yield
 
     _holding = _calling
-
-
-def over(address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor over memory that is not torch's."""
-    count = int(torch.Size(shape).numel())
-    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype, count=count).view(tuple(shape))
 
 
 def stand(rank: Rank, timeout_ms: int = 20_000, shrink: bool = False) -> Stand:

@@ -56,8 +56,8 @@ def test_every_shape_as_the_oracle_says(ranks: World, count: int) -> None:
 
 def test_who_gives_up_says_so_and_the_others_are_told(ranks: World) -> None:
     gave_up, told, away = ranks.run(3, left_alone)
-    from expertwire.ep.cuda.failures import deadline_error
+    from expertwire.ep.cuda.failures import failure
 
-    assert "rank 0: a kernel waited until its deadline for rank 2 to begin call 1" in str(deadline_error(gave_up, 0))
-    assert "rank 1: rank 0 waited until its deadline for rank 2 to begin a call, and gave up" in str(deadline_error(told, 1))
+    assert "rank 0: a kernel waited until its deadline for rank 2 to begin call 1" in str(failure(gave_up, 0))
+    assert "rank 1: rank 0 waited until its deadline for rank 2 to begin a call, and gave up" in str(failure(told, 1))
     assert away[0] == 0

@@ -63,7 +63,7 @@ def test_a_rank_that_does_not_come_is_masked_where_that_is_wished(ranks: World) 
 
 def test_a_rank_that_does_not_come_ends_the_buffer_in_words(ranks: World) -> None:
     said = ranks.run(2, work.run_absent, False)[0]
-    assert "rank 0: a low-latency kernel waited until its deadline for rank 1 to send its part of call 1" in said
+    assert "rank 0: a kernel waited until its deadline for rank 1 to send its part of low-latency call 1" in said
 
 
 def test_what_was_wrong_with_a_call_is_said_by_the_next(ranks: World) -> None:

@@ -55,8 +55,6 @@ def open_backend(
 ) -> CpuBackend | CudaBackend:
     """Build this rank's part and wire it to the others. Collective."""
     if device_type(device) == "cuda":
-        if low_latency:  # bound, but not yet run through a Buffer on a GPU
-            raise UnavailableError("low_latency_mode on CUDA tensors is not there yet: give device='cpu', or use the other mode")
         from expertwire.ep.cuda.backend import CudaBackend
 
         return CudaBackend.open(

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar, TypeVar, cast
 
 import torch
@@ -32,6 +31,7 @@ from expertwire.ep.event import EventHandle, EventOverlap
 from expertwire.ep.handle import Handle, Identity
 from expertwire.ep.layout import check_node_table
 from expertwire.ep.low_latency import LowLatencyOperations
+from expertwire.ep.renewal import Renewal, State
 from expertwire.ep.variants import keywords
 from expertwire.errors import (
     DeadlineError,
@@ -53,14 +53,6 @@ _VARIANTS = frozenset({"use_fabric", "allow_nvlink_for_normal_mode", "is_intrano
 _numbers = itertools.count()
 
 
-class _State(Enum):
-    """live → failed | destroyed; failed → live, by shrink, | destroyed."""
-
-    live = "live"
-    failed = "failed"
-    destroyed = "destroyed"
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes that one rank allocates for a Buffer."""
@@ -78,13 +70,13 @@ class MemoryPlan:
         return ours + self.low_latency_control_bytes + self.low_latency_data_bytes
 
 
-class Buffer(LowLatencyOperations):
+class Buffer(LowLatencyOperations, Renewal):
     """Communication buffer of one rank for expert-parallel dispatch and combine.
 
     Making it, `dispatch`, `combine` and `destroy` are collective: every rank of the group calls them, in the same order. Calls from several
     threads are serialised. After an operation has failed half-way (deadline, dead peer, Ctrl-C) the Buffer is failed: every later call
-    raises `StateError` naming the first error, and only `shrink`, which makes the Buffer live again among those that are left, and
-    `destroy` work.
+    raises `StateError` naming the first error, and only `shrink`, which makes the Buffer live again among those that are left, `reset`, on
+    CUDA tensors, and `destroy` work.
     """
 
     num_sms: ClassVar[int] = 20
@@ -167,7 +159,7 @@ class Buffer(LowLatencyOperations):
         # Taken again by the thread that has it where a signal handler or a finalizer runs within a call; `_within` says so.
         self._lock = threading.RLock()
         self._within = ""  # the operation of the thread that has the lock
-        self._state = _State.live
+        self._state = State.live
         self._first_error = ""
         self.runtime = open_backend(
             launch,
@@ -194,7 +186,8 @@ class Buffer(LowLatencyOperations):
     @staticmethod
     @keywords()
     def set_num_sms(new_num_sms: int) -> None:
-        """Number of streaming multiprocessors for kernels, even. Sizes the hints of `Config` too."""
+        """Number of streaming multiprocessors for kernels, even: how many programs an operation has where no `config` is given. 0: 20.
+        Sizes the hints of `Config` too."""
         number = require_int("new_num_sms", new_num_sms, 0)
         if number % 2:
             raise InvalidArgumentError(f"new_num_sms is {number}; it must be even")
@@ -425,7 +418,7 @@ class Buffer(LowLatencyOperations):
             checks.worst_tokens(num_worst_tokens, routing)
             checks.absent("when handle is given, which has the routing already", **layout)
             given = checks.payload("x", x, routing.num_tokens)
-            with self._calling("dispatch"), self.runtime.ordered(previous_event, async_finish) as order:
+            with self._calling("dispatch"), self.runtime.ordered(previous_event, async_finish, _sms(config)) as order:
                 checks.handle(handle, self._identity)  # again: another thread may have called shrink meanwhile
                 again = self.runtime.dispatch_again(given, routing)
             return cast(_Sent, again), None, None, None, None, order.event
@@ -433,7 +426,7 @@ class Buffer(LowLatencyOperations):
         worst = checks.worst_tokens(num_worst_tokens, None)
         with self._calling("dispatch"):
             fresh = checks.routing(given.x.shape[0], self.node_of, layout, worst)
-            with self.runtime.ordered(previous_event, async_finish) as order:
+            with self.runtime.ordered(previous_event, async_finish, _sms(config)) as order:
                 received = self.runtime.dispatch(given, fresh, alignment, self._identity)
         made = received.handle
         rows, counts = cast(_Sent, received.rows), made.returned_counts
@@ -479,7 +472,7 @@ class Buffer(LowLatencyOperations):
             weights = checks.tensor("topk_weights", topk_weights, (torch.float32,), (routing.num_rows, "top-k"))
             require_int("topk_weights.shape[1]", weights.shape[1], 1)
         added = checks.biases(bias, routing.num_tokens, rows.shape[1])
-        with self._calling("combine"), self.runtime.ordered(previous_event, async_finish) as order:
+        with self._calling("combine"), self.runtime.ordered(previous_event, async_finish, _sms(config)) as order:
             checks.handle(handle, self._identity)  # again: another thread may have called shrink meanwhile
             combined, combined_weights = self.runtime.combine(rows, routing, weights, added)
         return combined, combined_weights, order.event
@@ -509,19 +502,19 @@ class Buffer(LowLatencyOperations):
             after either all may call again. ExcludedError: the others went on without this rank. CapacityError: no memory.
         """
         limit = self.runtime.timeout_ms if timeout_ms is None else require_int("timeout_ms", timeout_ms, 1, TIMEOUT_MS_MAX)
-        with self._holding("shrink", (_State.live, _State.failed)):
-            before, self._state = self._state, _State.failed  # whatever ends it half-way: its rank is not where the others are
+        with self._holding("shrink", (State.live, State.failed)):
+            before, self._state = self._state, State.failed  # whatever ends it half-way: its rank is not where the others are
             try:
                 members, runtime = self.runtime.shrink(limit)
             except BaseException as error:
-                if before is _State.live:
+                if before is State.live:
                     self._first_error = f"shrink: {type(error).__name__}: {error}"
                 raise
             self.runtime = runtime
             self.rank, self.group_size = members.index(self.rank), len(members)
             self.members = tuple(self.members[member] for member in members)
-            self._identity = Identity(self._identity.number, self.rank, self._identity.shrinks + 1)
-            self._state, self._first_error = _State.live, ""
+            self._identity = Identity(self._identity.number, self.rank, self._identity.shrinks + 1, self._identity.resets)
+            self._state, self._first_error = State.live, ""
         return members
 
     @keywords()
@@ -534,9 +527,9 @@ class Buffer(LowLatencyOperations):
         """
         checks.not_forked(os.getpid(), self._pid)
         with self._lock:
-            was, self._state = self._state, _State.destroyed
-            if was is not _State.destroyed and not self._within:
-                self.runtime.close(linger=was is _State.live)
+            was, self._state = self._state, State.destroyed
+            if was is not State.destroyed and not self._within:
+                self.runtime.close(linger=was is State.live)
 
     @contextmanager
     def _calling(self, operation: str) -> Iterator[None]:
@@ -549,15 +542,15 @@ class Buffer(LowLatencyOperations):
             except BaseException as error:
                 why = self.runtime.excluded() if isinstance(error, PeerError | DeadlineError | TransferError) else None
                 said = error if why is None else why
-                if self._state is _State.live:
-                    self._state = _State.failed
+                if self._state is State.live:
+                    self._state = State.failed
                     self._first_error = f"{operation}: {type(said).__name__}: {said}"
                 if why is not None:
                     raise why from error
                 raise
 
     @contextmanager
-    def _holding(self, operation: str, states: tuple[_State, ...] = (_State.live,)) -> Iterator[None]:
+    def _holding(self, operation: str, states: tuple[State, ...] = (State.live,)) -> Iterator[None]:
         """The lock, of a Buffer in one of the states. Whatever fails meanwhile is the caller's alone: nothing was sent."""
         checks.not_forked(os.getpid(), self._pid)
         patience_ms = 2 * self.runtime.timeout_ms
@@ -575,17 +568,21 @@ class Buffer(LowLatencyOperations):
                 yield
             finally:
                 self._within = ""
-                if self._state is _State.destroyed:  # from within
+                if self._state is State.destroyed:  # from within
                     self.runtime.close(linger=False)
         finally:
             self._lock.release()
 
-    def _require(self, operation: str, states: tuple[_State, ...]) -> None:
+    def _require(self, operation: str, states: tuple[State, ...]) -> None:
         if self._state in states:
             return
-        if self._state is _State.destroyed:
+        if self._state is State.destroyed:
             raise StateError(f"rank {self.rank}: {operation} on a Buffer that was destroyed: make a new one")
         raise StateError(
-            f"rank {self.rank}: {operation} on a Buffer that failed before; shrink it, on every rank that is left, or destroy it and make "
-            f"a new one. The first error was {self._first_error}"
+            f"rank {self.rank}: {operation} on a Buffer that failed before; shrink it, on every rank that is left (on CUDA tensors reset "
+            f"it, on every rank), or destroy it and make a new one. The first error was {self._first_error}"
         )
+
+
+def _sms(config: Config | None) -> int:
+    return (Buffer.num_sms if config is None else config.num_sms) or Config.num_sms

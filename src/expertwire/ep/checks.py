@@ -109,6 +109,11 @@ def handle(value: object, buffer: Identity) -> Handle:
             f"handle was made by this Buffer before shrink {buffer.shrinks} ({value.buffer!r}, now {buffer!r}): its ranks, and the rows "
             "that it routes, are no more; dispatch again"
         )
+    if value.buffer.number == buffer.number and value.buffer.resets != buffer.resets:
+        raise InvalidArgumentError(
+            f"handle was made by this Buffer before reset {buffer.resets} ({value.buffer!r}, now {buffer!r}): what it routes may not have "
+            "arrived; dispatch again"
+        )
     if value.buffer is not buffer:
         raise InvalidArgumentError(f"handle was made by another Buffer ({value.buffer!r}, not {buffer!r}): use the Buffer that dispatched")
     return value

@@ -81,7 +81,8 @@ def align_up(value: int, alignment: int) -> int:
 class Config:
     """DeepEP's tuning values: positional or by keyword, readable attributes.
 
-    Only results that fit matter on CPU tensors: chunk sizes are chosen from the staging ring there, so these values size the hints alone.
+    `num_sms` says how many programs the kernels of an operation on CUDA tensors have. On CPU tensors only results that fit matter: chunk
+    sizes are chosen from the staging ring there, so these values size the hints alone.
     """
 
     num_sms: int = 20

@@ -66,7 +66,7 @@ class Order:
 
 
 @contextmanager
-def in_calling_thread(_previous_event: EventOverlap | None, async_finish: bool) -> Iterator[Order]:
+def in_calling_thread(_previous_event: EventOverlap | None, async_finish: bool, _sms: int = 0) -> Iterator[Order]:
     """On CPU tensors: nothing to wait for, before or after."""
     order = Order()
     yield order

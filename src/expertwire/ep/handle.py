@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Identity:
-    """Names a Buffer, between two calls of shrink, in its handles, which thus keep nothing of it alive."""
+    """Names a Buffer, between two calls of shrink or reset, in its handles, which thus keep nothing of it alive."""
 
     number: int
     rank: int
     shrinks: int = 0
+    resets: int = 0
 
     def __repr__(self) -> str:
-        return f"<Buffer {self.number} of rank {self.rank}{f' after shrink {self.shrinks}' if self.shrinks else ''}>"
+        after = [f" after {what} {count}" for what, count in (("shrink", self.shrinks), ("reset", self.resets)) if count]
+        return f"<Buffer {self.number} of rank {self.rank}{''.join(after)}>"
 
 
 @dataclass(frozen=True, eq=False)

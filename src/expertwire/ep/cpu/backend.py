@@ -23,7 +23,7 @@ from expertwire.ep.event import in_calling_thread
 from expertwire.ep.handle import Handle, Identity
 from expertwire.ep.layout import expert_bounds
 from expertwire.ep.shrink import Survivors
-from expertwire.errors import ExcludedError, ExpertwireError
+from expertwire.errors import ExcludedError, ExpertwireError, UnavailableError
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import choose_binding, library_candidates
 
@@ -199,6 +199,13 @@ class CpuBackend:
     def statistics(self) -> dict[str, int]:
         """Counters of the transport, a snapshot."""
         return dict(self._context.statistics())
+
+    def check(self) -> None:
+        """Nothing: a call has told everything when it returns."""
+
+    def reset(self, _timeout_ms: int) -> None:
+        """Raises `UnavailableError`."""
+        raise UnavailableError(f"rank {self.rank}: reset is for CUDA tensors; on CPU tensors shrink the Buffer, on every rank that is left")
 
     def layout(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows per rank i32[R], distinct rows per node i32[RR], rows per expert i32[E], token in rank bool[T, R]."""

@@ -13,24 +13,24 @@ import torch
 
 from expertwire.ep.bootstrap import Launch, connect, settings_for, together
 from expertwire.ep.checks import Payload, Routing, Rows
-from expertwire.ep.config import align_up
+from expertwire.ep.config import Config, align_up
 from expertwire.ep.cpu.backend import LINGER_MS, Received, context_options
 from expertwire.ep.cpu.pool import Extent
 from expertwire.ep.cpu.sizes import DATA_BYTES
 from expertwire.ep.cuda import failures
-from expertwire.ep.cuda.exchange import Exchange, Route, control_bytes, row_bytes
+from expertwire.ep.cuda.exchange import Exchange, Route, control_bytes, row_bytes, tuning_of
 from expertwire.ep.cuda.handle import CudaHandle
 from expertwire.ep.cuda.launches import ALIGNMENT_BYTES, dense, next_power
 from expertwire.ep.cuda.low_latency import CudaLowLatency
-from expertwire.ep.cuda.low_latency_exchange import LowLatencyExchange, low_latency_control_bytes
+from expertwire.ep.cuda.low_latency_exchange import PER_BYTE, LowLatencyExchange, low_latency_control_bytes
 from expertwire.ep.cuda.pool import DevicePool
-from expertwire.ep.cuda.streams import CommStream, capturing
+from expertwire.ep.cuda.streams import CommStream
 from expertwire.ep.cuda.symmetric import DeviceBytes, Symmetric, allocate, device_tensor
 from expertwire.ep.event import EventOverlap, Order
 from expertwire.ep.handle import Handle, Identity
 from expertwire.ep.kernels import notify
 from expertwire.ep.plan import combine_extent, dispatch_extent
-from expertwire.errors import ExpertwireError, InvalidArgumentError, StateError, UnavailableError
+from expertwire.errors import DeadlineError, ExpertwireError, InvalidArgumentError, StateError, UnavailableError
 
 if TYPE_CHECKING:
     from expertwire.fabric.native import ExchangeHandle
@@ -49,6 +49,12 @@ def shared_device(rank: int, uuids: Sequence[str], share: bool) -> None:
             )
 
 
+def local_device() -> tuple[torch.device, str]:
+    """The caller's current GPU, by number here and by name everywhere."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return device, str(torch.cuda.get_device_properties(device).uuid)
+
+
 @dataclass(frozen=True)
 class _Landing:
     """Where a dispatch's rows come to."""
@@ -63,16 +69,29 @@ class CudaBackend:
     low_latency: CudaLowLatency | None = None
     provider = "cuda-ipc"
 
-    def __init__(self, context: Any, exchange: Exchange, data: Symmetric, node_of: tuple[int, ...], timeout_ms: int, rank: int) -> None:
-        self.rank, self.node_of, self.timeout_ms = rank, node_of, timeout_ms
+    def __init__(
+        self,
+        context: Any,
+        exchange: Exchange,
+        data: Symmetric,
+        low: LowLatencyExchange | None,
+        node_of: tuple[int, ...],
+        timeout_ms: int,
+        sharing: int,
+    ) -> None:
+        """sharing: ranks on this GPU."""
+        self.rank, self.node_of, self.timeout_ms = exchange.rank, node_of, timeout_ms
         self.device = data.device
         self.data_bytes = data.length
         self._context, self._exchange, self._data = context, exchange, data
         self._comm = CommStream(self.device)
-        self._pool = DevicePool(data.length, self._mark)
+        self._sharing = sharing
+        self._pool = DevicePool(data.length, self._comm.mark)
         self._order = Order()  # of the call that runs now
-        self._loaded: set[tuple[Hashable, ...]] = set()
+        if low is not None:
+            self.low_latency = CudaLowLatency(low, exchange.local_experts_max, self._comm.capturing)
         self._closed = False
+        self._resets = 0
         self._finalizer = weakref.finalize(self, _release, context, exchange)
 
     @classmethod
@@ -91,8 +110,7 @@ class CudaBackend:
         from expertwire.fabric.native import Context
 
         settings = settings_for("", timeout_ms, None)
-        device = torch.device("cuda", torch.cuda.current_device())
-        properties = torch.cuda.get_device_properties(device)
+        device, uuid = local_device()
         region_bytes = align_up(data_bytes or DATA_BYTES, 2 << 20)
 
         def build(_nodes: tuple[int, ...], chosen: Any, hosts: int) -> Any:
@@ -101,10 +119,10 @@ class CudaBackend:
             return context
 
         sizes = {"num_nvl_bytes": str(data_bytes), "low-latency bytes": str(low_latency_bytes)}
-        facts = {"device": "cuda", "max_local_experts": str(local_experts_max), **sizes}
+        facts = {"device": "cuda", "max_local_experts": str(local_experts_max), "enable_shrink": str(shrink), **sizes}
         wiring = connect(launch, settings, node_of, facts, build, lambda _: _CONTROL_FLOOR_BYTES)
         try:
-            uuids = together(launch, lambda: str(properties.uuid))
+            uuids = together(launch, lambda: uuid)
             shared_device(launch.rank, uuids, settings.share_device)
             if max(wiring.node_of):
                 raise UnavailableError(f"ranks are on {max(wiring.node_of) + 1} nodes; CUDA tensors are exchanged within one node so far")
@@ -113,24 +131,22 @@ class CudaBackend:
             low = None
             if low_latency_bytes:
                 words = allocate(launch, low_latency_control_bytes(launch.size, local_experts_max), device)
-                rows = allocate(launch, align_up(low_latency_bytes, 2 << 20), device)
+                rows = allocate(launch, align_up(PER_BYTE * low_latency_bytes, 2 << 20), device)
                 low = LowLatencyExchange(words, rows, local_experts_max, settings.timeout_ms, shrink)
         except BaseException:
             wiring.context.close(0)
             raise
         exchange = Exchange(control, data, local_experts_max, settings.timeout_ms)
-        made = cls(wiring.context, exchange, data, wiring.node_of, settings.timeout_ms, launch.rank)
-        if low is not None:
-            made.low_latency = CudaLowLatency(low, local_experts_max, low.memory, made._together)
-        return made
+        return cls(wiring.context, exchange, data, low, wiring.node_of, settings.timeout_ms, uuids.count(uuid))
 
     def statistics(self) -> dict[str, int]:
         """Counters, a snapshot."""
         return {"graph_bytes": self._pool.graph_bytes, "free_bytes": self._pool.free_bytes}
 
     @contextmanager
-    def ordered(self, previous_event: EventOverlap | None, async_finish: bool) -> Iterator[Order]:
+    def ordered(self, previous_event: EventOverlap | None, async_finish: bool, sms: int = Config.num_sms) -> Iterator[Order]:
         """One call's place among the streams; the block runs on the comm stream."""
+        self._exchange.tuning = tuning_of(sms, self._sharing)
         with self._comm.ordered(previous_event, async_finish) as self._order:
             yield self._order
 
@@ -162,7 +178,7 @@ class CudaBackend:
         self.check()
         sent, routing = Payload(dense(sent.x), sent.scales), _dense_routing(routing)
         worst = routing.num_worst_tokens
-        if capturing() and not worst:
+        if self._comm.capturing() and not worst:
             raise StateError(
                 "dispatch without num_worst_tokens cannot be recorded into a graph: the host waits for the counts that it returns; "
                 "give num_worst_tokens, or handle"
@@ -183,7 +199,7 @@ class CudaBackend:
         self._load(("dispatch", row_bytes(sent.x), *beside, step), lambda: launch((0, 0), None))
         landing = self._land(needed(worst))
         try:
-            notified = torch.cuda.Event() if not worst else None
+            notified = None if worst else self._comm.point()
             route, mailbox = launch((landing.extent.offset, landing.extent.length), notified)
             counts: list[int] = []
             rows = worst
@@ -236,7 +252,7 @@ class CudaBackend:
             self._exchange.dispatch_again(sent.x, sent.scales, handle.route, offer, handle.num_worst_tokens, wait=False)
 
         self._load(("dispatch again", row_bytes(sent.x), row_bytes(sent.scales)), lambda: launch((0, 0)))
-        landing = self._land(at.total if capturing() else 0)
+        landing = self._land(at.total if self._comm.capturing() else 0)
         try:
             launch((landing.extent.offset, landing.extent.length))
         except BaseException:
@@ -298,7 +314,7 @@ class CudaBackend:
         self._closed = True
         try:
             if linger:
-                self._comm.stream.synchronize()  # behind it no peer reads or writes here: an operation ends with everybody's word
+                self._comm.synchronize()  # behind it no peer reads or writes here: an operation ends with everybody's word
                 self._context.barrier(min(self.timeout_ms, LINGER_MS))
                 self._exchange.close()
                 self._context.barrier(min(self.timeout_ms, LINGER_MS))  # nobody has it mapped when its owner frees it
@@ -308,6 +324,23 @@ class CudaBackend:
             self._finalizer()
             if self.low_latency is not None:
                 self.low_latency.close()
+        if linger:
+            self.check()
+
+    def reset(self, timeout_ms: int) -> None:
+        """Everything as before the first call, but numbers, which go on, and what graphs have. Collective."""
+        self._comm.synchronize()  # whoever waits does so until its deadline at most
+        answer = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        with self._comm.ordered(None, False):
+            for exchange in (self._exchange, *(() if self.low_latency is None else (self.low_latency.exchange,))):
+                exchange.renew(self._resets + 1, timeout_ms, answer)
+                self._comm.synchronize()
+                if missing := int(answer):
+                    raise DeadlineError(f"rank {self.rank}: reset: rank {missing - 1} did not come within {timeout_ms} ms: call it again")
+        self._resets += 1
+        self._exchange.record.zero_()
+        if self.low_latency is not None:
+            self.low_latency.renewed()
 
     def shrink(self, timeout_ms: int) -> tuple[tuple[int, ...], CudaBackend]:
         """Raises `UnavailableError`."""
@@ -322,24 +355,7 @@ class CudaBackend:
     # ---- parts
 
     def _load(self, shape: tuple[Hashable, ...], launches: Callable[[], object]) -> None:
-        """Compile and load what this shape needs before the first of its kernels waits: a driver may load nothing beside one that runs.
-        Another rank that waits meanwhile holds no load up, for one program of it waits (8 ranks on one H200 under MPS)."""
-        if shape in self._loaded:
-            return
-        if capturing():
-            raise StateError(f"{shape[0]} of a shape that is new to this Buffer cannot be recorded into a graph: make one such call before")
-        with self._exchange.launch.loading():
-            launches()
-        self._loaded.add(shape)
-
-    def _together(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self._context.barrier(self.timeout_ms)
-
-    def _mark(self, stream: object) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream if isinstance(stream, torch.cuda.Stream) else self._comm.caller)
-        return event
+        self._exchange.launch.load(shape, launches, self._comm.capturing)
 
     def _local_experts(self, experts: int) -> int:
         ranks = len(self.node_of)
@@ -347,11 +363,11 @@ class CudaBackend:
 
     def _land(self, length: int) -> _Landing:
         """Room for what an operation writes here: all that is free, or, for a graph, `length` bytes of its own."""
-        if capturing():
+        if self._comm.capturing():
             return _Landing(self._pool.captured(length), True)
         extent, marks = self._pool.offer()
         for mark in marks:
-            self._comm.stream.wait_event(mark)  # type: ignore[arg-type]
+            self._comm.wait_for(mark)
         return _Landing(extent, False)
 
     def _withdraw(self, landing: _Landing) -> None:

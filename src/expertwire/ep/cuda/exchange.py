@@ -5,6 +5,7 @@ The memory may be a GPU's or, in Triton's interpreter, the host's: the kernels a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from expertwire.ep.kernels.combine import combine
 from expertwire.ep.kernels.dispatch import dispatch
 from expertwire.ep.kernels.layout import count_layout
 from expertwire.ep.kernels.notify import notify_again, notify_dispatch
+from expertwire.ep.kernels.renew import renew
 from expertwire.ep.kernels.stage import stage
 
 MAILBOXES = 4  # an eager call has been read before the next one of its Buffer begins; the others are for calls that were interrupted
@@ -27,7 +29,8 @@ _RECORD_WORDS = 32
 
 @dataclass(frozen=True)
 class Tuning:
-    """How kernels are launched. `group`: tokens whose places a program finds at once; `block_bytes`: of a row, loaded at once."""
+    """How kernels are launched. `group`: tokens whose places a program finds at once; `block_bytes`: of a row, loaded at once;
+    `combine_block`: columns that are summed at once, 0: as many as keep 16,384 values of all ranks in flight."""
 
     programs: int = 32
     warps: int = 8
@@ -35,7 +38,14 @@ class Tuning:
     block_bytes: int = 16384
     combine_programs: int = 64
     combine_warps: int = 8
-    combine_block: int = 2048
+    combine_block: int = 0
+
+
+@functools.cache
+def tuning_of(sms: int, sharing: int) -> Tuning:
+    """For `sms` streaming multiprocessors a rank, of a GPU that `sharing` ranks share. A program has an eighth of a multiprocessor's
+    threads and waits for memory most of the time, so there are several; beyond those caps more made nothing faster (8 ranks, one H200)."""
+    return Tuning(programs=max(min(4 * sms, 256 // sharing), 1), combine_programs=max(min(8 * sms, 512 // sharing), 1))
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ def slot_words(ranks: int, local_experts_max: int) -> int:
 def control_bytes(ranks: int, local_experts_max: int) -> int:
     """Bytes of a rank's control region."""
     first = align_up(words.FIRST.value + 2 * ranks, 16)
-    return 8 * (first + 2 * ranks * slot_words(ranks, local_experts_max))
+    return 8 * (first + 2 * ranks * slot_words(ranks, local_experts_max) + 2 * ranks)  # the last to meet by
 
 
 def shape_word(topk: int, index_bytes: int, has_weights: bool, scale_bytes: int) -> int:
@@ -195,7 +205,7 @@ class Exchange:
             **self._fixed,
             GROUP=min(tuning.group, 8),
             HIDDEN=hidden,
-            BLOCK=min(next_power(hidden), tuning.combine_block),
+            BLOCK=min(next_power(hidden), tuning.combine_block or max(16384 // next_power(self.ranks), 512)),
             ALIGN=alignment_of(2 * hidden, x_offset, out.data_ptr(), first, second),
             BIASES=len(biases),
             TOPK=topk,
@@ -222,6 +232,12 @@ class Exchange:
             KP=next_power(topk),
             num_warps=4,
         )
+
+    def renew(self, number: int, timeout_ms: int, answer: torch.Tensor) -> None:
+        """All words as after the last operation that any rank has begun. No kernel of this rank runs; `answer` as the kernel says."""
+        meeting = control_bytes(self.ranks, self.local_experts_max) // 8 - 2 * self.ranks
+        arguments = self.state.data_ptr(), number, meeting, timeout_ms * 1_000_000, 2 * self.ranks, 0, answer.data_ptr()
+        self.launch(renew, 1, *arguments, **self._fixed, num_warps=1)
 
     def close(self) -> None:
         """Let go of the others' memory. No call may follow, and none of this rank may be running."""

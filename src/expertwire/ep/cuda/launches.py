@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from expertwire.errors import StateError
 
 ALIGNMENT_BYTES = 16  # of what kernels take: the widest load
 INDEX_TYPES = {torch.int64: tl.int64, torch.int32: tl.int32}
@@ -23,6 +25,20 @@ class Launches:
         self._loading = False
         self._interpreted = bool(triton.knobs.runtime.interpret)
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._loaded: set[tuple[Hashable, ...]] = set()
+
+    def load(self, shape: tuple[Hashable, ...], launches: Callable[[], object], capturing: Callable[[], bool]) -> None:
+        """Compile and load what this shape, which begins with its operation, needs before the first of its kernels waits: a driver may load
+        nothing beside one that runs. Each rank does so for itself: another that waits meanwhile holds no load up, for one program of it
+        waits (8 ranks on one H200 under MPS). Ranks that went together would meet a deadline where their shapes differ, which kernels
+        name."""
+        if shape in self._loaded:
+            return
+        if capturing():
+            raise StateError(f"{shape[0]} of a shape that is new to this Buffer cannot be recorded into a graph: make one such call before")
+        with self.loading():
+            launches()
+        self._loaded.add(shape)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

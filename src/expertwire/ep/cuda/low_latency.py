@@ -12,47 +12,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from expertwire.ep.cpu.low_latency import Sent
+from expertwire.ep.cuda.failures import low_latency_status, raise_recorded
 from expertwire.ep.cuda.launches import ALIGNMENT_BYTES, dense
-from expertwire.ep.cuda.low_latency_exchange import EXPERTS_MAX, THIRDS, TOKENS_MAX, LowLatencyExchange, LowRoute, Shape, needed_bytes
-from expertwire.ep.kernels import low_latency_words as low_words
-from expertwire.ep.kernels import words
+from expertwire.ep.cuda.low_latency_exchange import (
+    EXPERTS_MAX,
+    PER_BYTE,
+    THIRDS,
+    TOKENS_MAX,
+    LowLatencyExchange,
+    LowRoute,
+    Shape,
+    needed_bytes,
+)
 from expertwire.ep.low_latency_handle import LowLatencyHandle
-from expertwire.errors import CapacityError, DeadlineError, InvalidArgumentError, MismatchError, StateError
-
-_FIELDS = ("the number of the call", "the operation", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk")
-_HEADER = (*_FIELDS, "the format of rows (use_fp8, round_scale, use_ue8m0)", "the handle (number of its dispatch)")
-_ROUTING = {
-    low_words.BAD_ID.value: "topk_idx had ids that are neither -1 nor in [0, num_experts)",
-    low_words.TOO_MANY.value: "topk_idx named experts twice in a row, more often than num_max_dispatch_tokens_per_rank leaves room for",
-    low_words.NOT_SENT.value: "topk_idx of a combine had ids that its dispatch had not in the same places",
-}
-
-
-def raise_recorded(record: torch.Tensor, rank: int) -> None:
-    """Raise what kernels wrote. What does not end the Buffer is said once."""
-    found = record.tolist()
-    if found[words.F_CODE.value]:
-        phase, peer, want, seen = (found[place.value] for place in (words.F_PHASE, words.F_PEER, words.F_WANT, words.F_SEEN))
-        what = f"rank {peer} to send its part of call {want}; the last that came from it was of call {seen}: it is not in it, or has ended"
-        if phase == low_words.PHASE_CONSUMED.value:
-            what = f"rank {peer} to call the hook of call {want}; the last that it has consumed of those is call {seen}"
-        raise DeadlineError(f"rank {rank}: a low-latency kernel waited until its deadline for {what}. The Buffer is failed")
-    if wrong := found[low_words.F_ROUTING.value]:
-        record[low_words.F_ROUTING.value] = 0
-        said = "; ".join(text for bit, text in _ROUTING.items() if wrong & bit)
-        raise InvalidArgumentError(f"rank {rank}: an earlier low-latency call: {said}; those rows were left out")
-    status, peer, want, got = found[words.F_STATUS.value : words.F_STATUS.value + 4]
-    if not status:
-        return
-    record[words.F_STATUS.value] = 0
-    if status == low_words.S_TWO.value:
-        raise StateError(
-            f"rank {rank}: low-latency call {want} ran beside another one of this Buffer, as replays of two graphs on two streams do; "
-            "replay them one after the other"
-        )
-    if status == low_words.S_MISSING.value:
-        raise MismatchError(f"rank {rank}: rank {peer} brought back {got} rows of {want} that were sent there")
-    raise MismatchError(f"rank {rank}: ranks disagree on {_HEADER[status // 16]}: {want} elsewhere, rank {peer} has {got}")
+from expertwire.errors import CapacityError, InvalidArgumentError, StateError
 
 
 class CudaLowLatency:
@@ -62,32 +35,38 @@ class CudaLowLatency:
         self,
         exchange: LowLatencyExchange,
         local_experts_max: int,
-        memory: Callable[[int, torch.dtype, Sequence[int]], torch.Tensor],
-        together: Callable[[], None],
+        capturing: Callable[[], bool],
     ) -> None:
-        """memory: a tensor over device memory at an address of this rank's own regions. together: waits for this device and all ranks."""
-        self._exchange = exchange
-        self._memory = memory
-        self._together = together
-        self._loaded: set[tuple[Shape, torch.dtype]] = set()
+        """capturing: whether the current stream records a graph."""
+        self.exchange = exchange
+        self._memory = memory = exchange.memory
+        self._capturing = capturing
         self._local_experts_max = local_experts_max
         self._masks = memory(exchange.masks_at, torch.int64, (exchange.ranks,))
         self._begun = 0
         self._buffer_call = 0
         self._live: dict[int, str] = {}  # calls whose hooks have not been called
+        self._resets = 0
         self.data_bytes = exchange.data_bytes
 
     def data_tensor(self, dtype: torch.dtype, offset: int, shape: Sequence[int]) -> torch.Tensor:
         """The data region from byte `offset`, as it is."""
-        return self._memory(self._exchange.buffer_at - THIRDS * self._exchange.third_bytes + offset, dtype, shape)
+        return self._memory(self.exchange.buffer_at - THIRDS * self.exchange.third_bytes + offset, dtype, shape)
 
     def close(self) -> None:
         """Let go of the others' memory."""
-        self._exchange.close()
+        self.exchange.close()
 
     def check(self) -> None:
         """Raise what kernels have reported since the last call."""
-        raise_recorded(self._exchange.record, self._exchange.rank)
+        raise_recorded(self.exchange.record, self.exchange.rank, low_latency_status)
+
+    def renewed(self) -> None:
+        """All ranks' words are as after the last call that any has begun: begin again there."""
+        self.exchange.record.zero_()
+        self._live.clear()
+        self._buffer_call = 0
+        self._resets += 1
 
     def dispatch(
         self,
@@ -102,7 +81,7 @@ class CudaLowLatency:
         hook: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, LowLatencyHandle, Sent]:
         """Send rows. Returns rows, scales, counts and handle, all of which `Sent.receive` fills."""
-        exchange = self._exchange
+        exchange = self.exchange
         shape = Shape(tokens_max, x.shape[1], num_experts, topk_idx.shape[1], row_format)
         self._fits(shape, x.shape[0])
         number = self._begin("low_latency_dispatch", hook)
@@ -110,7 +89,10 @@ class CudaLowLatency:
         self._load(x, topk_idx, shape)
         made = exchange.dispatch(x, topk_idx, shape, statistics, wait_ns, hook)
 
+        resets = self._resets
+
         def receive() -> None:
+            self._require(resets, "low_latency_dispatch", number)
             if hook:
                 exchange.await_dispatch(made, statistics, wait_ns)
             exchange.pack(made)
@@ -137,7 +119,7 @@ class CudaLowLatency:
         hook: bool = True,
     ) -> tuple[torch.Tensor, Sent]:
         """Send rows back. `Sent.receive` fills the sums."""
-        exchange, route = self._exchange, self._route(handle)
+        exchange, route = self.exchange, self._route(handle)
         if tuple(topk_idx.shape) != (route.tokens, route.shape.topk):
             raise InvalidArgumentError(
                 f"topk_idx is {list(topk_idx.shape)}, the handle's dispatch had [{route.tokens}, {route.shape.topk}]"
@@ -151,7 +133,10 @@ class CudaLowLatency:
         made = exchange.combine(start or x.data_ptr(), topk_idx, weights, route, into, wait_ns, hook)
         combined = into if out is None else out
 
+        resets = self._resets
+
         def receive() -> None:
+            self._require(resets, "low_latency_combine", number)
             if hook:
                 exchange.await_combine(made, wait_ns)
             exchange.sum(made)
@@ -164,21 +149,21 @@ class CudaLowLatency:
     def combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Where the rows of the next call, a zero-copy combine, are to be written: bf16 [E_l, R·M, H]."""
         shape = (*handle.src_info.shape, handle.hidden)
-        room = self._exchange.data_bytes - THIRDS * self._exchange.third_bytes
+        room = self.exchange.data_bytes - THIRDS * self.exchange.third_bytes
         if math.prod(shape) * 2 > room:
             raise CapacityError(
-                f"the combine buffer needs {math.prod(shape) * 2} bytes, and a quarter of num_rdma_bytes, {room}, is kept for it: give "
-                "num_rdma_bytes four times as large, or combine without zero_copy"
+                f"the combine buffer needs {math.prod(shape) * 2} bytes, and half of num_rdma_bytes, {room}, is kept for it: give "
+                "num_rdma_bytes as get_low_latency_rdma_size_hint says, or combine without zero_copy"
             )
         self._may_begin("get_next_low_latency_combine_buffer")
         self._buffer_call = self._begun + 1
-        return self._memory(self._exchange.buffer_at, torch.bfloat16, shape)
+        return self._memory(self.exchange.buffer_at, torch.bfloat16, shape)
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave the rank out from now on, or take it in again."""
         self._masks[rank] = int(masked)
-        if not masked and rank != self._exchange.rank:
-            self._exchange.resume(rank)
+        if not masked and rank != self.exchange.rank:
+            self.exchange.resume(rank)
 
     def masked(self) -> list[bool]:
         """Whom this rank leaves out, by rank. Waits for the device."""
@@ -187,17 +172,10 @@ class CudaLowLatency:
     # ---- parts
 
     def _load(self, x: torch.Tensor, topk_idx: torch.Tensor, shape: Shape) -> None:
-        """Compile and load what calls of this shape need, with hooks and without, on every rank before any goes on: a kernel that waits
-        for a rank whose driver is just loading one was seen to hold that up for good (several ranks on one GPU)."""
-        key = shape, topk_idx.dtype
-        if key in self._loaded:
-            return
-        exchange = self._exchange
-        if exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise StateError(
-                "low_latency_dispatch of a shape that is new to this Buffer cannot be recorded into a graph: make one such call before"
-            )
-        with exchange.launch.loading():
+        """What calls of this shape need, with hooks and without."""
+        exchange = self.exchange
+
+        def launches() -> None:
             for hook in (False, True):
                 sent = exchange.dispatch(x, topk_idx, shape, None, None, hook)
                 exchange.await_dispatch(sent, None, None)
@@ -206,15 +184,19 @@ class CudaLowLatency:
                 back = exchange.combine(exchange.buffer_at, topk_idx, weights, sent.route, torch.empty_like(x), None, hook)
                 exchange.await_combine(back, None)
                 exchange.sum(back)
-        self._together()
-        self._loaded.add(key)
+
+        exchange.launch.load(("low_latency_dispatch", shape, topk_idx.dtype), launches, self._capturing)
+
+    def _require(self, resets: int, what: str, number: int) -> None:
+        if resets != self._resets:
+            raise StateError(f"rank {self.exchange.rank}: the hook of {what} (call {number}) of before a reset: its rows are lost")
 
     def _may_begin(self, what: str) -> int:
         number = self._begun + 1
         if (older := self._live.get(number - 2)) is not None:
             live = " and of ".join(f"{name} (call {call})" for call, name in sorted(self._live.items()))
             raise StateError(
-                f"rank {self._exchange.rank}: {what} would be call {number}, which takes the memory of call {number - 2}, {older}, but "
+                f"rank {self.exchange.rank}: {what} would be call {number}, which takes the memory of call {number - 2}, {older}, but "
                 f"the hook of {live} has not been called: at most two results live at a time, call it first"
             )
         return number
@@ -227,7 +209,7 @@ class CudaLowLatency:
         return number
 
     def _fits(self, shape: Shape, tokens: int) -> None:
-        ranks = self._exchange.ranks
+        ranks = self.exchange.ranks
         if tokens > shape.tokens_max:
             raise InvalidArgumentError(f"x has {tokens} rows, num_max_dispatch_tokens_per_rank is {shape.tokens_max}")
         if shape.topk < 1:
@@ -238,10 +220,10 @@ class CudaLowLatency:
                 f"rank 0 owns {shape.owned(0, ranks)} experts and num_max_dispatch_tokens_per_rank is {shape.tokens_max}; at most {most} "
                 f"(max_local_experts) and {TOKENS_MAX} are possible here"
             )
-        if shape.third_bytes(ranks) > self._exchange.third_bytes:
+        if shape.third_bytes(ranks) > self.exchange.third_bytes:
             raise CapacityError(
                 f"num_max_dispatch_tokens_per_rank {shape.tokens_max}, hidden {shape.hidden}, num_experts {shape.experts} and top-k "
-                f"{shape.topk} need {needed_bytes(shape, ranks)} bytes of low-latency memory on a rank, num_rdma_bytes is {self.data_bytes}"
+                f"{shape.topk} need num_rdma_bytes of {needed_bytes(shape, ranks) // PER_BYTE}; it is {self.data_bytes // PER_BYTE}"
             )
 
     def _route(self, handle: LowLatencyHandle) -> LowRoute:
@@ -253,7 +235,7 @@ class CudaLowLatency:
 
     def _rows_of(self, x: torch.Tensor, zero_copy: bool) -> int:
         """Address of the rows if they lie in the combine buffer; 0: elsewhere."""
-        exchange = self._exchange
+        exchange = self.exchange
         first = exchange.buffer_at - THIRDS * exchange.third_bytes
         inside = x.numel() > 0 and first <= x.data_ptr() < first + exchange.data_bytes
         if not zero_copy and not inside:

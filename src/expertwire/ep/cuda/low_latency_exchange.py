@@ -22,9 +22,11 @@ from expertwire.ep.kernels.low_latency_dispatch import low_latency_dispatch
 from expertwire.ep.kernels.low_latency_pack import low_latency_pack
 from expertwire.ep.kernels.low_latency_resume import low_latency_resume
 from expertwire.ep.kernels.low_latency_return import low_latency_return
+from expertwire.ep.kernels.renew import renew
 
 BF16, FP8, FP8_ROUND, FP8_UE8M0 = range(4)  # formats of rows
 THIRDS = 3
+PER_BYTE = 2  # bytes of the data region for one of num_rdma_bytes, which callers know as what two of its four parts need
 TOKENS_MAX, EXPERTS_MAX = 1 << 16, 1 << 15  # a row's token and local expert travel in 32 bits
 _PARTS = THIRDS + 1  # of the data region: the thirds, and the combine buffer
 _RECORD_WORDS = 32
@@ -123,7 +125,7 @@ class Combine:
 def low_latency_control_bytes(ranks: int, local_experts_max: int) -> int:
     """Bytes of a rank's control region for this mode."""
     first = align_up(words.FIRST.value + 7 * ranks + THIRDS, 16)
-    return 8 * (first + THIRDS * ranks * _slot_words(local_experts_max))
+    return 8 * (first + THIRDS * ranks * _slot_words(local_experts_max) + 2 * ranks)  # the last to meet by
 
 
 def needed_bytes(shape: Shape, ranks: int) -> int:
@@ -150,6 +152,7 @@ class LowLatencyExchange:
         self.rank, self.ranks = control.rank, len(control.addresses)
         self.device = control.device
         self.tuning = tuning or LowLatencyTuning()
+        self.local_experts_max = local_experts_max
         self.launch = Launches()
         self._owners = control, data
         self.third_bytes = data.length // _PARTS // _ALIGNMENT * _ALIGNMENT
@@ -332,8 +335,15 @@ class LowLatencyExchange:
         """Tell a rank that was left out what has been consumed meanwhile."""
         self.launch(low_latency_resume, 1, self.state.data_ptr(), rank, R=self.ranks, num_warps=1)
 
+    def renew(self, number: int, timeout_ms: int, answer: torch.Tensor) -> None:
+        """All words as after the last call that any rank has begun, and masks clean; see `Exchange.renew`."""
+        meeting = low_latency_control_bytes(self.ranks, self.local_experts_max) // 8 - 2 * self.ranks
+        words = 6 * self.ranks + THIRDS, self.ranks
+        arguments = self.state.data_ptr(), number, meeting, timeout_ms * 1_000_000, *words, answer.data_ptr()
+        self.launch(renew, 1, *arguments, **self._fixed, num_warps=1)
+
     def memory(self, address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor over this rank's own memory, on a GPU."""
+        """A tensor over this rank's own memory."""
         length = math.prod(shape) * dtype.itemsize
         return device_tensor(DeviceBytes(address, length, self.device, self._owners), dtype, shape)
 

@@ -10,11 +10,6 @@ import torch
 from expertwire.ep.event import EventHandle, EventOverlap, Order
 
 
-def capturing() -> bool:
-    """Whether the current stream records a graph."""
-    return torch.cuda.is_current_stream_capturing()
-
-
 class CommStream:
     """The stream of a Buffer."""
 
@@ -22,6 +17,31 @@ class CommStream:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.caller = torch.cuda.current_stream(device)  # of the call that runs now
+
+    @staticmethod
+    def capturing() -> bool:
+        """Whether the current stream records a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    @staticmethod
+    def point() -> torch.cuda.Event:
+        """To be recorded where the host will wait for it."""
+        return torch.cuda.Event()
+
+    def mark(self, stream: object = None) -> torch.cuda.Event:
+        """A point in that stream's work, now; of none in the caller's."""
+        event = torch.cuda.Event()
+        event.record(stream if isinstance(stream, torch.cuda.Stream) else self.caller)
+        return event
+
+    def wait_for(self, mark: object) -> None:
+        """What is launched from now on begins behind that point."""
+        assert isinstance(mark, torch.cuda.Event)
+        self.stream.wait_event(mark)
+
+    def synchronize(self) -> None:
+        """Wait for all of this GPU's work, replays on other streams too."""
+        torch.cuda.synchronize(self.device)
 
     @contextmanager
     def ordered(self, previous_event: EventOverlap | None, async_finish: bool) -> Iterator[Order]:
@@ -34,7 +54,7 @@ class CommStream:
         """
         with torch.cuda.device(self.device):
             self.caller = torch.cuda.current_stream(self.device)
-            recording = capturing()
+            recording = self.capturing()
             if previous_event is not None and previous_event.event is not None and previous_event.event.event is not None:
                 self.stream.wait_event(previous_event.event.event)
                 if recording and not _joined(self.stream):
@@ -63,4 +83,4 @@ class CommStream:
 def _joined(stream: torch.cuda.Stream) -> bool:
     """Whether the stream records a graph too."""
     with torch.cuda.stream(stream):
-        return capturing()
+        return CommStream.capturing()

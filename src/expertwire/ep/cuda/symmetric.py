@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,16 @@ class DeviceBytes:
 
     def __init__(self, address: int, length: int, device: torch.device, owner: object) -> None:
         self.device, self.owner = device, owner
+        self.address, self.length = address, length
         self.__cuda_array_interface__ = {"shape": (length,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+
+    def whole(self) -> torch.Tensor:
+        """All of it as bytes."""
+        if self.device.type == "cpu":  # memory of the host, in Triton's interpreter
+            memory = (ctypes.c_char * self.length).from_address(self.address)
+            memory.owner = self  # type: ignore[attr-defined]
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.as_tensor(self, device=self.device)
 
 
 def device_tensor(memory: DeviceBytes | torch.Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
@@ -77,5 +87,5 @@ def device_tensor(memory: DeviceBytes | torch.Tensor, dtype: torch.dtype, shape:
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype, device=memory.device)
-    whole = memory if isinstance(memory, torch.Tensor) else torch.as_tensor(memory, device=memory.device)
+    whole = memory if isinstance(memory, torch.Tensor) else memory.whole()
     return whole[offset : offset + count * dtype.itemsize].view(dtype).view(tuple(shape))

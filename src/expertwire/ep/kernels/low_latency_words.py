@@ -19,11 +19,13 @@ from expertwire.ep.kernels.words import (
     EPOCH,
     F_STATUS,
     FIRST,
+    PHASE_TWO,
     STATE,
     STATE_DEADLINE,
     TICKET,
     control_of,
     give_up,
+    note_told,
     rank_of,
     record_of,
     words_at,
@@ -47,7 +49,7 @@ CALL = tl.constexpr(8)  # came[R], rows that came from each; sent[R], rows that 
 F_ROUTING = tl.constexpr(20)  # what was wrong with topk_idx: a sum of the following, of all calls since the host looked
 BAD_ID, TOO_MANY, NOT_SENT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 PHASE_ARRIVED, PHASE_CONSUMED = tl.constexpr(11), tl.constexpr(12)
-S_DISAGREE, S_MISSING, S_ABORTED, S_TWO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+S_DISAGREE, S_MISSING, S_ABORTED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
@@ -218,7 +220,7 @@ def announce(
     """Everything is sent: headers and the news to every rank, and this call is begun. rows [RP]: how many went to each."""
     words = control_of(state)
     if tl.load(words + EPOCH, cache_modifier=".cg") + 1 != epoch:
-        say_status(state, call, S_TWO, rank_of(state), epoch, tl.load(words + EPOCH, cache_modifier=".cg"))
+        give_up(state, PHASE_TWO, rank_of(state), epoch, tl.load(words + EPOCH, cache_modifier=".cg"), epoch, R, RP)
     tl.store(words + EPOCH, epoch)
     me = rank_of(state)
     third = epoch % 3
@@ -275,6 +277,7 @@ def await_words(state, phase, first, want, waits, R: tl.constexpr, RP: tl.conste
         gone = tl.sum(tl.where(lane == R, seen, 0))
         if gone != 0:
             going = 0
+            note_told(state, gone)
         elif tl.sum(late.to(tl.int32)) == 0:
             good = 1
             going = 0

@@ -39,10 +39,10 @@ from expertwire.ep.kernels.words import (
     M_WANT,
     META,
     PHASE_NOTIFY,
+    PHASE_TWO,
     R_EPOCH,
     R_TOTAL,
     ROUTING,
-    S_BUSY,
     S_CAPACITY,
     S_MISMATCH,
     STATE,
@@ -55,6 +55,7 @@ from expertwire.ep.kernels.words import (
     TICKET,
     await_all,
     control_of,
+    give_up,
     ints_at,
     kernel,
     meta_of,
@@ -85,25 +86,24 @@ def first_slot(R: tl.constexpr):
 
 
 @triton.jit
-def begin(state):
-    """The number of this operation. What its kernel needs to know when it is the last one is noted; an operation that has not ended yet
-    is in its way."""
+def begin(state, R: tl.constexpr, RP: tl.constexpr):
+    """The number of this operation. What its kernel needs to know when it is the last one is noted. Beside an operation that has not ended
+    yet nothing of either can be right, for they share `meta`: this rank gives up, so that all hear of it at once."""
     words = control_of(state)
-    epoch = tl.load(words + EPOCH) + 1
-    finished = tl.load(words + FINISHED)
-    ticket = tl.load(words + TICKET)
-    tl.debug_barrier()
-    note = meta_of(state)
-    tl.store(words + EPOCH, epoch)
-    tl.store(note + M_EPOCH, epoch)
-    tl.store(note + M_TICKET, ticket)
-    busy = tl.where(finished + 1 == epoch, 0, S_BUSY)
-    tl.store(note + M_STATUS, busy)
-    if busy != 0:
-        tl.store(record_of(state) + F_STATUS, busy)
-    aborted = tl.load(words + ABORT)
+    epoch = tl.atomic_add(words + EPOCH, 1, sem="acq_rel", scope="gpu") + 1
+    finished = tl.load(words + FINISHED, cache_modifier=".cg")
+    ticket = tl.load(words + TICKET, cache_modifier=".cg")
+    aborted = tl.load(words + ABORT, cache_modifier=".cg")
     if aborted != 0:
         note_told(state, aborted)
+    elif finished + 1 != epoch:
+        give_up(state, PHASE_TWO, rank_of(state), epoch, finished, epoch, R, RP)
+    else:
+        note = meta_of(state)
+        tl.store(note + M_EPOCH, epoch)
+        tl.store(note + M_TICKET, ticket)
+        tl.store(note + M_STATUS, epoch * 0)
+    tl.debug_barrier()
     return epoch
 
 
@@ -318,8 +318,8 @@ def notify_dispatch(
 ):
     """Addresses, but for offer, which is bytes from the start of the data region. in_rank: bool[T, R]; per_expert: i32[E]; prefix: i32
     [groups, R], out; routing: out; counts: i32[2, E_l], out, or 0; mailbox: host words, or 0 where the host waits for nothing."""
-    epoch = begin(state)
-    if tl.load(control_of(state) + ABORT) == 0:
+    epoch = begin(state, R, RP)
+    if tl.load(control_of(state) + ABORT, cache_modifier=".cg") == 0:
         rank = rank_of(state)
         lane = tl.arange(0, RP)
         mine = count_tokens(in_rank, prefix, tokens, R, RP, GROUP, TILE)
@@ -371,8 +371,8 @@ def notify_again(
     SLOT: tl.constexpr,
 ):
     """A repeated dispatch offers room for its rows; a combine says where its rows and weights are, as bytes of the data region."""
-    epoch = begin(state)
-    if tl.load(control_of(state) + ABORT) == 0:
+    epoch = begin(state, R, RP)
+    if tl.load(control_of(state) + ABORT, cache_modifier=".cg") == 0:
         rank = rank_of(state)
         lane = tl.arange(0, RP)
         live = lane < R

@@ -2,7 +2,8 @@
 
 A rank's control region is int64 words, in device memory that every rank has mapped: a few of its own, then `notified[R]` and `done[R]`,
 which have one writer each and hold the number of an operation (epoch), then notify slots [2 parities][R sources]. Nothing is ever reset
-but by the collective `reset()`, so a replayed graph needs no preparation, and a late word of an older operation never looks like news.
+but by the collective `reset()` (renew.py), so a replayed graph needs no preparation, and a late word of an older operation never looks
+like news.
 
 Only one program of a kernel ever waits: the one of a notify, or the one that finished last. So nothing has to run at the same time for a
 wait to end, however few programs the device has room for.
@@ -27,6 +28,7 @@ EPOCH = tl.constexpr(0)  # operations begun here
 FINISHED = tl.constexpr(1)  # operations ended here
 ABORT = tl.constexpr(2)  # once a rank has given up: 1 + that rank, 1 + the rank that it waited for << 16, phase << 32
 TICKET = tl.constexpr(3)  # programs that have finished, ever
+RENEWED = tl.constexpr(4)  # renewals of this region
 FIRST = tl.constexpr(16)  # of notified[R], then done[R]
 HEADER = tl.constexpr(16)  # words before the counts of a slot
 
@@ -42,7 +44,7 @@ META = tl.constexpr(16)
 T_BASE, T_X, T_SOURCE, T_IDS, T_WEIGHTS, T_SCALES = (tl.constexpr(n) for n in range(6))
 
 # Statuses: why an operation moves no rows. OK is 0.
-S_MISMATCH, S_CAPACITY, S_BUSY = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+S_MISMATCH, S_CAPACITY = tl.constexpr(1), tl.constexpr(2)
 
 # Words of a handle's routing tensor, then rows from source to destination [R, R], without those that there was no room for.
 R_EPOCH, R_TOTAL = tl.constexpr(0), tl.constexpr(1)
@@ -56,6 +58,7 @@ F_STATUS = tl.constexpr(12)  # status, peer, wanted, got
 F_BAD_ID = tl.constexpr(16)  # 1: a layout was asked for with ids that are no experts
 DEADLINE, TOLD = tl.constexpr(1), tl.constexpr(2)  # codes: this rank gave up; F_RANK did, and said so
 PHASE_NOTIFY, PHASE_ROWS = tl.constexpr(1), tl.constexpr(2)
+PHASE_TWO = tl.constexpr(3)  # nothing was waited for: two operations of one Buffer ran at the same time
 
 
 def kernel(function: Callable[..., None]) -> Any:
