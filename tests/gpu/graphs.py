@@ -257,7 +257,8 @@ def left_out(rank: Rank) -> tuple[str, str]:
 
 
 def at_the_same_time(rank: Rank) -> str:
-    """Two graphs replayed on two streams: either they were in order, or the next call says so; reset() makes all well."""
+    """Two graphs replayed on two streams, which nobody may do: what the next call says where it was seen (not where each rank ran them in an
+    order of its own, one after the other), and after reset() all is well."""
     buffer = _hasty_buffer(rank, 64, 2048)
     try:
         layers = [Layer(rank, buffer, 64, 2048, calls=20) for _ in range(2)]
@@ -274,9 +275,6 @@ def at_the_same_time(rank: Rank) -> str:
         said = _fails(buffer)
         everyone: list[Any] = [None] * rank.size
         dist.all_gather_object(everyone, said, group=rank.group)
-        if not any(everyone):
-            for layer in layers:
-                layer.right("of replays on two streams that kept in order")
         buffer.reset()
         for number, layer in enumerate(layers):
             layer.fill(7 + number)
