@@ -243,7 +243,7 @@ def left_out(rank: Rank) -> tuple[str, str]:
             torch.cuda.synchronize()
             said = _fails(buffer)
             later = _fails(buffer)
-        buffer.reset()
+        buffer.reset(20_000)  # who was left out comes to it early
         for step in range(5):
             layer.fill(step)
             layer.graph.replay()
@@ -275,7 +275,7 @@ def at_the_same_time(rank: Rank) -> str:
         said = _fails(buffer)
         everyone: list[Any] = [None] * rank.size
         dist.all_gather_object(everyone, said, group=rank.group)
-        buffer.reset()
+        buffer.reset(20_000)  # who was left out comes to it early
         for number, layer in enumerate(layers):
             layer.fill(7 + number)
             layer.graph.replay()
