@@ -257,8 +257,8 @@ def left_out(rank: Rank) -> tuple[str, str]:
 
 
 def at_the_same_time(rank: Rank) -> str:
-    """Two graphs replayed on two streams, which nobody may do: what the next call says where it was seen (not where each rank ran them in an
-    order of its own, one after the other), and after reset() all is well."""
+    """Two graphs replayed on two streams, which nobody may do: what the next call says where it was seen (not where each rank ran them one
+    after the other, in an order of its own), and after reset() all is well."""
     buffer = _hasty_buffer(rank, 64, 2048)
     try:
         layers = [Layer(rank, buffer, 64, 2048, calls=20) for _ in range(2)]
