@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ep.cases import Case, expert_output, inputs
@@ -142,6 +143,20 @@ def reset_alone(rank: Rank) -> str:
     meet(rank)
     buffer.reset()
     return line
+
+
+def too_small(rank: Rank) -> list[str]:
+    """A dispatch that W rows are too many for, told by the next call; its handle then; and the Buffer works on."""
+    buffer = buffer_of(rank, num_nvl_bytes=1 << 20)
+    case = case_of(rank, 86)
+    *_, handle, _ = dispatched(rank, buffer, case, 1 << 15)
+    lines = [said(buffer.check)]
+    y = torch.zeros((handle.num_rows, case.hidden), dtype=torch.bfloat16)
+    lines.append(said(lambda: buffer.combine(y, handle)))
+    buffer.combine(y[:, :1], handle)
+    lines.append(said(buffer.check))
+    dispatched(rank, buffer, case)
+    return lines
 
 
 def overflow(rank: Rank) -> str:

@@ -62,6 +62,14 @@ def test_a_reset_that_a_rank_does_not_come_to_can_be_called_again(ranks: World) 
     ranks.run(2, work.low_latency, work.LOW)
 
 
+def test_a_dispatch_that_had_no_room_leaves_a_handle_that_is_refused(ranks: World) -> None:
+    for dispatch, combine, later in ranks.run(2, work.too_small):
+        assert "CapacityError: an earlier call: rank 0 needs" in dispatch
+        assert "CapacityError: combine" in combine
+        assert "InvalidArgumentError" in later
+        assert "which moved no rows" in later
+
+
 def test_rows_left_out_are_told_by_destroy_at_the_latest(ranks: World) -> None:
     for line in ranks.run(2, work.overflow):
         assert "WorstTokensError" in line

@@ -111,7 +111,7 @@ class CudaBackend:
 
         settings = settings_for("", timeout_ms, None)
         device, uuid = local_device()
-        region_bytes = align_up(data_bytes or DATA_BYTES, 2 << 20)
+        region_bytes = align_up(data_bytes or (1 if low_latency_bytes else DATA_BYTES), 2 << 20)
 
         def build(_nodes: tuple[int, ...], chosen: Any, hosts: int) -> Any:
             context = Context(launch.rank, launch.size, context_options(chosen, hosts))
@@ -385,6 +385,9 @@ class CudaBackend:
             memory = self._memory(landing.extent)
             self._pool.follow(memory, landing.extent, (), True)
             return memory
+        if used_bytes > landing.extent.length:  # no row moves, and every rank's next call says so; until then ids are −1
+            self._pool.withdraw(landing.extent)
+            return torch.full((used_bytes,), 255, dtype=torch.uint8, device=self.device)
         kept = self._pool.keep(landing.extent, used_bytes)
         if kept is not None:
             memory = self._memory(kept)

@@ -59,6 +59,8 @@ def status_error(status: Sequence[int], rank: int, operation: str) -> Expertwire
         return None
     if code == words.S_CAPACITY.value:
         return no_room(operation, peer, want, got)
+    if code == words.S_UNSENT.value:
+        return InvalidArgumentError(f"rank {rank}: {operation}: its handle is of call {want}, which moved no rows: dispatch again")
     return MismatchError(
         f"rank {rank}: {operation}: ranks disagree on {_HEADER.get(code // 16, 'a header')}: rank 0 has {want}, rank {peer} has {got}"
     )

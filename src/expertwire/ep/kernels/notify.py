@@ -45,6 +45,7 @@ from expertwire.ep.kernels.words import (
     ROUTING,
     S_CAPACITY,
     S_MISMATCH,
+    S_UNSENT,
     STATE,
     T_BASE,
     T_IDS,
@@ -283,11 +284,12 @@ def settle_dispatch(
     mine = tl.sum(tl.where(lane == rank, tl.sum(matrix, axis=0), 0))
     tl.store(meta_of(state) + M_TOTAL, mine)
     tl.store(meta_of(state) + M_OVER, tl.sum(tl.where(lane == rank, total, 0)) - mine)
-    tl.store(words_at(routing) + R_EPOCH, epoch)
-    tl.store(words_at(routing) + R_TOTAL, mine)
     tl.store(words_at(routing) + ROUTING + lane[:, None] * R + lane[None, :], matrix, mask=both)
     if small < R:
         fail(state, mailbox, S_CAPACITY, small, tl.sum(tl.where(lane == small, needed, 0)), tl.sum(tl.where(lane == small, capacity, 0)))
+    else:
+        tl.store(words_at(routing) + R_EPOCH, epoch)
+        tl.store(words_at(routing) + R_TOTAL, mine)
     count_experts(state, counts, mailbox, epoch, experts, alignment, R, RP, SLOT, STEP)
     return mine
 
@@ -319,6 +321,8 @@ def notify_dispatch(
     """Addresses, but for offer, which is bytes from the start of the data region. in_rank: bool[T, R]; per_expert: i32[E]; prefix: i32
     [groups, R], out; routing: out; counts: i32[2, E_l], out, or 0; mailbox: host words, or 0 where the host waits for nothing."""
     epoch = begin(state, R, RP)
+    tl.store(words_at(routing) + R_EPOCH, -epoch)  # whatever becomes of this operation, what comes behind it reads no memory's leftovers
+    tl.store(words_at(routing) + R_TOTAL, epoch * 0)
     if tl.load(control_of(state) + ABORT, cache_modifier=".cg") == 0:
         rank = rank_of(state)
         lane = tl.arange(0, RP)
@@ -379,7 +383,8 @@ def notify_again(
         word = tl.arange(0, HEADER)
         header = tl.where(word == H_EPOCH, epoch, 0)
         header = tl.where(word == H_OPERATION, operation, header)
-        header = tl.where(word == H_HANDLE, tl.load(words_at(routing) + R_EPOCH), header)
+        handle = tl.load(words_at(routing) + R_EPOCH)
+        header = tl.where(word == H_HANDLE, handle, header)
         header = tl.where(word == H_WORST, worst, header)
         header = tl.where(word == H_ROW, row_bytes, header)
         header = tl.where(word == H_SHAPE, shape, header)
@@ -390,7 +395,9 @@ def notify_again(
             send_header(tl.load(words_at(state) + STATE + peer), rank, epoch, header, R, SLOT)
         tell(state, FIRST + rank, epoch, R, RP)
         if await_all(state, PHASE_NOTIFY, FIRST, epoch, R, RP) == 1:
-            if compare(state, mailbox, epoch, R, RP, SLOT) == 1:
+            if handle <= 0:
+                fail(state, mailbox, S_UNSENT, rank, -handle, handle * 0)
+            elif compare(state, mailbox, epoch, R, RP, SLOT) == 1:
                 slots = slot_of(state, lane, epoch, R, SLOT)
                 theirs = tl.load(slots + H_OFFER, mask=live, other=0, cache_modifier=".cg")
                 if operation == 3:

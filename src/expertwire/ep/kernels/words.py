@@ -44,10 +44,10 @@ META = tl.constexpr(16)
 T_BASE, T_X, T_SOURCE, T_IDS, T_WEIGHTS, T_SCALES = (tl.constexpr(n) for n in range(6))
 
 # Statuses: why an operation moves no rows. OK is 0.
-S_MISMATCH, S_CAPACITY = tl.constexpr(1), tl.constexpr(2)
+S_MISMATCH, S_CAPACITY, S_UNSENT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 # Words of a handle's routing tensor, then rows from source to destination [R, R], without those that there was no room for.
-R_EPOCH, R_TOTAL = tl.constexpr(0), tl.constexpr(1)
+R_EPOCH, R_TOTAL = tl.constexpr(0), tl.constexpr(1)  # negative and 0 of a dispatch that moved no rows
 ROUTING = tl.constexpr(8)
 
 # Words of the record of a failure.
