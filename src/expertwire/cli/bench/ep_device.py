@@ -61,6 +61,7 @@ class DeviceSetup:
             "experts": self.experts,
             "topk": self.topk,
             "mode": MODES[self.mode],
+            "provider": "cuda-ipc" if self.device == "cuda" else "local",  # ours; within a node DeepEP's is the same
         }
 
     def ended(self, status: str, why: str) -> dict[str, Any]:
