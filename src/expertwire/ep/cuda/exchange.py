@@ -30,14 +30,16 @@ _RECORD_WORDS = 32
 @dataclass(frozen=True)
 class Tuning:
     """How kernels are launched. `group`: tokens whose places a program finds at once; `block_bytes`: of a row, loaded at once;
-    `combine_block`: columns that are summed at once, 0: as many as keep 16,384 values of all ranks in flight."""
+    `combine_block`: columns that are summed at once, 0: as many as make 16,384 values of all ranks; `combine_warps`, 0: 16 for two ranks,
+    else 8. A thread has one 16-byte load of each rank in flight, however many columns there are (ptxas interleaves loads and sums), so with
+    few ranks it takes more threads to cover the link's latency: 1.3 MB are in flight at 160 programs of 16 warps."""
 
     programs: int = 32
     warps: int = 8
     group: int = 8
     block_bytes: int = 16384
     combine_programs: int = 64
-    combine_warps: int = 8
+    combine_warps: int = 0
     combine_block: int = 0
 
 
@@ -210,7 +212,7 @@ class Exchange:
             BIASES=len(biases),
             TOPK=topk,
             KP=next_power(topk),
-            num_warps=tuning.combine_warps,
+            num_warps=tuning.combine_warps or (16 if self.ranks <= 2 else 8),
             enable_fp_fusion=False,
         )
 
