@@ -24,7 +24,7 @@ SEEDS ?= 2000
 # Processes that run tests, a file at a time. More than two cores' worth: much of a test of faults is waiting for a silence to be long enough.
 WORKERS ?= 3
 
-.PHONY: help demo test sim lint format stubs sanitize fuzz clean system pytest check-stubs
+.PHONY: help demo test sim lint format stubs sanitize fuzz clean system pytest check-stubs test-vllm
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -66,6 +66,9 @@ stubs: $(STAMPS)/package $(STAMPS)/dev ## write src/expertwire/_native.pyi and _
 	@for module in _native _simulation; do \
 	  $(BIN)/python -m nanobind.stubgen -q -m expertwire.$$module -o src/expertwire/$$module.pyi; \
 	done
+
+test-vllm: ## real vLLM on CPU behind the proxy, KV by NIXL and by ours, in an environment of its own (VLLM="--kv ours --parts tokens"; docs/vllm.md)
+	@PYTHON="$(PYTHON)" scripts/vllm_check $(VLLM)
 
 sanitize: $(STAMPS)/package $(STAMPS)/dev ## the core under the address, undefined-behaviour and thread sanitizers (SANITIZE="thread" for one)
 	@PYTHON=$(BIN)/python sh tools/sanitize.sh $(SANITIZE)
