@@ -21,7 +21,8 @@ from expertwire.errors import InvalidArgumentError, NotFoundError
 from expertwire.proxy import faults
 from expertwire.proxy.faults import Fault
 from expertwire.proxy.http import render
-from expertwire.proxy.http.front import Ask, Front, FrontLimits, Reply
+from expertwire.proxy.http.front import Front
+from expertwire.proxy.http.reply import Ask, FrontLimits, Reply
 from expertwire.proxy.http.wheel import Wheel
 from expertwire.proxy.log import Log
 from expertwire.proxy.policy import Fleet, Server, ServerConfig, Side

@@ -21,9 +21,10 @@ from expertwire.proxy.conversation import Conversation, origin_form
 from expertwire.proxy.core import Core, own
 from expertwire.proxy.exchange import open_exchange
 from expertwire.proxy.http import render
-from expertwire.proxy.http.front import Ask, Front, FrontLimits, Reply
+from expertwire.proxy.http.front import Front
+from expertwire.proxy.http.pool import Pool, PoolLimits
 from expertwire.proxy.http.relay import Relay
-from expertwire.proxy.http.upstream import Pool, PoolLimits
+from expertwire.proxy.http.reply import Ask, FrontLimits, Reply
 from expertwire.proxy.http.wheel import Wheel
 from expertwire.proxy.log import Log
 from expertwire.proxy.policy import Server

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from expertwire.proxy import faults
 from expertwire.proxy.headers import Headers
-from expertwire.proxy.http.front import Ask, Front, Reply, Stage
+from expertwire.proxy.http.front import Front
+from expertwire.proxy.http.reply import Ask, Reply, Stage
 from expertwire.proxy.seam import Failure, Leg, Mode
 
 if TYPE_CHECKING:
     from expertwire.proxy.conversation import Conversation
-    from expertwire.proxy.http.upstream import Pool
+    from expertwire.proxy.http.pool import Pool
     from expertwire.proxy.policy import Server
 
 
