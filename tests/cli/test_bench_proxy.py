@@ -120,3 +120,22 @@ def test_a_subject_that_does_not_come_up_is_told_with_its_last_words(monkeypatch
     assert (told["done"], told["failed"]) == (20, 0)
     assert told["watched_cpu_s"][0] > 0
     assert servers.counts["decodes"] >= 20
+
+
+def test_turns_of_engines_and_who_is_told_as_missing() -> None:
+    from expertwire.cli.bench import turns
+    from expertwire.cli.report import Report, RowStatus
+
+    report = Report("bench x", {})
+    asked = {"ours": {"flow": "a"}, "named": {"flow": "b"}, "usual": {"flow": "c"}, "there": {"flow": "d"}}
+    found = turns.present(report, asked, lambda name: "" if name == "there" else f"no {name}", ["usual"])
+    assert found == ["there"]
+    assert [(row.status, row.labels) for row in report.rows] == [
+        (RowStatus.SKIPPED, {"engine": "ours", "flow": "a", "why": "no ours"}),
+        (RowStatus.SKIPPED, {"engine": "named", "flow": "b", "why": "no named"}),
+    ]
+    taken: list[tuple[int, str]] = []
+    turns.take("round", ["x", "y"], 2, lambda number, engine: taken.append((number, engine)))
+    assert taken == [(1, "x"), (1, "y"), (2, "y"), (2, "x")]
+    turns.take("round", [], 2, lambda number, engine: taken.append((number, engine)))
+    assert len(taken) == 4

@@ -19,8 +19,9 @@ from expertwire.cli.bench import transfer, transfer_plan, transfer_role
 from expertwire.cli.bench.transfer_engines import ENGINES, Engine
 from expertwire.cli.bench.transfer_oracle import Content, last_of
 from expertwire.cli.bench.transfer_pair import Ended
-from expertwire.cli.bench.transfer_plan import Area, Phase, Samples, Settings, areas, figures, percentile, places_of, rotation
+from expertwire.cli.bench.transfer_plan import Area, Phase, Samples, Settings, areas, figures, percentile, places_of
 from expertwire.cli.bench.transfer_role import Outcome, run_source, run_target
+from expertwire.cli.bench.turns import rotation
 from expertwire.cli.main import main
 from expertwire.cli.report import Exit, Report
 from expertwire.errors import ExpertwireError, MismatchError, PeerError

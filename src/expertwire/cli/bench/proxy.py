@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertwire.cli.bench import turns
 from expertwire.cli.bench.proxy_subjects import ENGINES, TWO_LEGS, Engine, load, mocks, subject
-from expertwire.cli.bench.transfer_plan import rotation
 from expertwire.cli.report import Report, RowStatus, format_value, options, terminal
 from expertwire.errors import DeadlineError, InvalidArgumentError, PeerError, UnavailableError
 
@@ -96,17 +96,16 @@ def run(args: argparse.Namespace) -> int:
     if len(cores) < 2:
         raise UnavailableError(f"this process may use {len(cores)} core; the subject needs one of its own, and the load another")
     report = Report("bench proxy", {"cores": {"subject": cores[0], "load": cores[1]}, "options": options(args)})
-    present = skip_missing(report, engines, by_name)
+    asked = {engine.name: {"flow": engine.flow} for engine in engines}
+    by_default = () if by_name else [engine.name for engine in engines if engine.name != OURS]
+    present = [ENGINES[name] for name in turns.present(report, asked, lambda name: ENGINES[name].missing(), by_default)]
     report.config["engines"] = {engine.name: engine.identity() for engine in present}
     found = {engine.name: Found() for engine in present}
-    from expertwire.cli.progress import RankProgress
 
-    pairs = rotation([engine.name for engine in present], settings.rounds) if present else []
-    with RankProgress(1) as progress:
-        for done, (number, name) in enumerate(pairs):
-            measure(ENGINES[name], settings, found[name], (cores[0], cores[1]))
-            progress.update(0, f"{name}, round {number}", 1, 1)
-            progress.update(0, "rounds of engines", done + 1, len(pairs))
+    def one(number: int, name: str) -> None:
+        measure(ENGINES[name], settings, found[name], (cores[0], cores[1]))
+
+    turns.take("round", [engine.name for engine in present], settings.rounds, one)
     for name, rounds in found.items():
         add_rows(report, ENGINES[name], settings, rounds)
     add_ratios(report, settings, found)
@@ -141,18 +140,6 @@ def words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     if wrong := [word for word in found if word not in known]:
         raise InvalidArgumentError(f"{option} names {wrong[0]!r}; give one or more of {', '.join(known)}, with commas")
     return found
-
-
-def skip_missing(report: Report, engines: list[Engine], by_name: bool) -> list[Engine]:
-    """The engines that can run. Of ours, and of others that were named, a row that says why not."""
-    present = []
-    for engine in engines:
-        why = engine.missing()
-        if not why:
-            present.append(engine)
-        elif by_name or engine.name == OURS:
-            report.add("verified", None, "", RowStatus.SKIPPED, engine=engine.name, flow=engine.flow, why=why)
-    return present
 
 
 def measure(engine: Engine, settings: Settings, found: Found, cores: tuple[int, int]) -> None:

@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertwire.cli.bench import turns
 from expertwire.cli.bench.fabric import numbers
 from expertwire.cli.bench.transfer_engines import ENGINES
-from expertwire.cli.bench.transfer_plan import OPERATIONS, PEERS, Settings, figures, rotation
+from expertwire.cli.bench.transfer_plan import OPERATIONS, PEERS, Settings, figures
 from expertwire.cli.report import Exit, Report, RowStatus, format_value, options, terminal
 from expertwire.errors import InvalidArgumentError, UnavailableError
 
@@ -86,21 +87,19 @@ def run(args: argparse.Namespace) -> int:
     if args.role:
         return run_role(args, asked)
     from expertwire.cli.bench.transfer_pair import run_pair
-    from expertwire.cli.progress import RankProgress
 
     settings = asked.settings
     report = Report("bench transfer", {**asdict(settings), "runs": asked.runs, "options": options(args)})
-    present = skip_missing(report, asked)
+    labels = {name: {"provider": settings.provider} for name in asked.engines}
+    present = turns.present(report, labels, lambda name: ENGINES[name].missing(settings.provider))
     report.config["engines"] = {name: ENGINES[name].identity(settings.provider) for name in present}
-    pairs = rotation(present, asked.runs) if present else []
     limit_s = PAIR_S + TRANSFER_S_MAX * len(settings.phases()) * (settings.warmup + settings.iterations)
     found: dict[str, list[Ended]] = {}
-    with RankProgress(1) as progress:
-        for done, (number, engine) in enumerate(pairs):
-            ended = run_pair(replace(settings, engine=engine), number, limit_s)
-            found.setdefault(engine, []).append(ended)
-            progress.update(0, f"pair of {engine}, run {number}", 1, 1)
-            progress.update(0, "pairs", done + 1, len(pairs))
+
+    def one(number: int, engine: str) -> None:
+        found.setdefault(engine, []).append(run_pair(replace(settings, engine=engine), number, limit_s))
+
+    turns.take("pair", present, asked.runs, one)
     for engine, pairs_of in found.items():
         add_rows(report, engine, asked, pairs_of)
     report.write(args.json)
@@ -149,17 +148,6 @@ def words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 def default_engines(provider: str) -> tuple[str, ...]:
     """Those that are installed and have such a path."""
     return tuple(name for name, engine in ENGINES.items() if not engine.missing(provider))
-
-
-def skip_missing(report: Report, asked: Asked) -> list[str]:
-    """The engines that can run; of the others a row that says why not."""
-    present = []
-    for name in asked.engines:
-        if why := ENGINES[name].missing(asked.settings.provider):
-            report.add("verified", None, "", RowStatus.SKIPPED, engine=name, provider=asked.settings.provider, why=why)
-        else:
-            present.append(name)
-    return present
 
 
 # ---- one process of a pair

@@ -126,11 +126,6 @@ def areas(phase: Phase, settings: Settings) -> list[Area]:
     return {"small_alone": [small], "bulk_alone": [bulk], "mixed": [bulk, small]}[phase.kind]
 
 
-def rotation(engines: Sequence[str], runs: int) -> list[tuple[int, str]]:
-    """(run from 1, engine) of every pair of processes: each run has all engines, and begins with another."""
-    return [(run + 1, engines[(run + at) % len(engines)]) for run in range(runs) for at in range(len(engines))]
-
-
 @dataclass
 class Samples:
     """Nanoseconds of the measured iterations of one phase; `elapsed_ns` of all of them, where they overlap."""
