@@ -175,6 +175,21 @@ def test_a_first_token_that_is_the_end_of_the_text_is_none_for_p() -> None:
     run(body())
 
 
+def test_a_p_that_hands_out_no_blocks_is_502_and_d_lives() -> None:
+    """Sent on, they end D's engine: its scheduler asserts that there is something to fetch for a prompt that it does not have."""
+
+    async def body() -> None:
+        async with Edge() as edge:
+            for none in ([], [[]]):
+                edge.p.script.add(Rule(Fault(params={"remote_block_ids": none})))
+                found = await ask(edge.port, "/v1/completions", PROMPT)
+                assert (found.status, found.json["error"]["param"]) == (502, "kv_transfer_params.remote_block_ids")
+            assert edge.d.counts["requests"] == edge.fleet.total("engine_deaths") == 0
+            assert (await ask(edge.port, "/v1/completions", PROMPT)).status == 200
+
+    run(body())
+
+
 def test_parameters_of_a_client_go_nowhere() -> None:
     async def body() -> None:
         async with Edge() as edge:

@@ -312,13 +312,21 @@ def test_every_needed_field_is_required(field: str, value: Any) -> None:
     assert params.missing({params.NAME: values}) == f"{params.NAME}.{field}"
 
 
+@pytest.mark.parametrize(
+    ("value", "fits"), [([], False), ([[]], False), ([[], []], False), ([[], [0]], True), ([0], True), ([[0], []], True)]
+)
+def test_p_has_a_block_of_some_group(value: list[Any], fits: bool) -> None:
+    found = params.missing({params.NAME: parameters(remote_block_ids=value)})
+    assert found == ("" if fits else f"{params.NAME}.remote_block_ids")
+
+
 @pytest.mark.parametrize("reply", [{}, {params.NAME: None}, {params.NAME: []}, {params.NAME: "x"}])
 def test_parameters_that_are_none_are_named(reply: dict[str, Any]) -> None:
     assert params.missing(reply) == params.NAME
 
 
 def test_what_p_says_is_forwarded_as_it_is() -> None:
-    values = parameters(remote_block_ids=[], new_thing=[{"a": None}])
+    values = parameters(remote_block_ids=[[], [0]], new_thing=[{"a": None}])
     assert params.missing({params.NAME: values}) == ""
     assert params.Parameters({params.NAME: dict(values)}, None).take() == values
 

@@ -49,10 +49,18 @@ def _is_port(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 65536
 
 
-# An empty list of blocks is right: a prompt shorter than one block has nothing to be pulled.
+def _is_blocks(value: object) -> bool:
+    """A list for each group of layers, not all of them empty (of older versions: numbers).
+
+    P always holds a block: also one that is not full is handed out, and one that was in its cache already. Given none, D's scheduler (vLLM
+    0.32, nixl/pull_scheduler.py) asks for the prompt's blocks all the same, finds none to fetch, and its assertion ends the engine.
+    """
+    return isinstance(value, list) and any(group != [] for group in value)
+
+
 _NEEDED: Final = (
     ("do_remote_prefill", lambda value: value is True),
-    ("remote_block_ids", lambda value: isinstance(value, list)),
+    ("remote_block_ids", _is_blocks),
     ("remote_engine_id", _is_text),
     ("remote_request_id", _is_text),
     ("remote_host", _is_text),
@@ -72,7 +80,7 @@ def missing(reply: dict[str, Any]) -> str:
         return NAME
     host, port, engine, request = map(params.get, ("remote_host", "remote_port", "remote_engine_id", "remote_request_id"))
     if host and engine and request and type(host) is type(engine) is type(request) is str and type(port) is int and 0 < port < 65536:
-        if params.get("do_remote_prefill") is True and type(params.get("remote_block_ids")) is list:
+        if params.get("do_remote_prefill") is True and type(blocks := params.get("remote_block_ids")) is list and blocks and blocks[0]:
             return ""  # as nearly all are; else which field it is
     for field, fits in _NEEDED:
         if not fits(params.get(field)):

@@ -96,6 +96,8 @@ class World:
             return Pull.GONE, "the server has died"
         if engine in self.unreachable:
             return Pull.UNREACHABLE, "the side channel is silent"
+        if not any(params.get("remote_block_ids") or ()):
+            return Pull.ENGINE_DIES, "no blocks to fetch for a prompt"
         blocks = self._of(params, now)
         if blocks is None:
             return Pull.WRONG, "never held"
