@@ -80,6 +80,7 @@ class Edge:
             "busy": sum(pool.busy_count for pool in worker.pools),
             "in_flight": worker.core.in_flight,
             "legs": worker.core.open_legs,
+            "held": worker.held.total,
             "tasks": len(asyncio.all_tasks()) - 1,
         }
         return {name: count for name, count in found.items() if count}

@@ -96,6 +96,33 @@ def test_p_without_a_needed_field(field: str) -> None:
     assert not client.calls(Kind.DECODE)
 
 
+@pytest.mark.parametrize(("failure", "what"), [(Failure.DESCRIPTORS, "descriptors"), (Failure.HELD, "bodies")])
+@pytest.mark.parametrize("side", [Kind.PREFILL, Kind.DECODE, Kind.PLAIN])
+def test_what_we_run_out_of_is_no_servers_failure(failure: Failure, what: str, side: Kind) -> None:
+    """Not told as one, not tried elsewhere, not computed by D alone, not counted by the breaker; blocks that are held are freed."""
+    world = World(config_of(prefill=2, decode=2, allow_decode_alone=True), instant=False)
+    world.core.descriptors = 80
+    for _ in range(5):
+        client = world.ask(BODY, b"/v1/completions" if side is not Kind.PLAIN else b"/tokenize")
+        if side is Kind.DECODE:
+            client.connect(client.of(Kind.PREFILL)[0])
+            client.prefill()
+        calls = len(client.legs)
+        if failure is Failure.HELD:
+            client.connect(client.of(side)[0])
+        client.fail(client.of(side)[0], failure)
+        assert (client.status, client.header(b"retry-after"), client.error["type"]) == (503, b"1", "service_unavailable")
+        assert ("80 open files" if what == "descriptors" else "1073741824 bytes") in client.error["message"]
+        released = side is Kind.DECODE and failure is Failure.DESCRIPTORS
+        assert len(client.legs) == calls + released
+        if released:
+            client.fail(client.of(Kind.RELEASE)[0], failure)
+    world.assert_idle()
+    assert world.core.metrics.value("breaker_trips_total") == world.core.metrics.value("retries_total") == 0
+    assert world.core.metrics.value("exhausted_total", what) >= 5
+    assert all(server.failures == 0 for where in ("prefill", "decode") for server in world.core.fleet.servers(where))
+
+
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"choices"'])
 def test_p_that_says_200_and_no_json(body: bytes) -> None:
     client = World().ask(BODY)

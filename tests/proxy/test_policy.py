@@ -246,7 +246,12 @@ def test_a_file_and_flags_over_it(tmp_path: Path) -> None:
         ("[[decode]]\nurl='http://d'\n", "prefill has no server"),
         ("[[prefill]]\nurl='http://d'\n", "decode has no server"),
         (BASE + "[tls]\nca_file = '/nowhere/x'\n", "tls.ca_file is '/nowhere/x', which is no file"),
-        ("port = \n", "Invalid value"),
+        ("port = \n", "port: Invalid value"),
+        (BASE + "[timeouts]\n# a comment\nconnect_s = 1 s\n", "timeouts.connect_s: Expected newline"),
+        (BASE + "[limits]\nbody_bytes = 1\nbody_bytes = 2\n", "limits.body_bytes: Cannot overwrite a value"),
+        (BASE + "[limits\n", "Expected ']'"),
+        (BASE + "[limits]\nheld_bytes = 1000\n", "limits.body_bytes is 67108864; it must not be above limits.held_bytes, which is 1000"),
+        ("port = 9000\n" + BASE + '[admin]\nport = 9000\nhost = "0.0.0.0"\n', "admin.port is 9000, which is port too"),
         (BASE + "[[decode]]\nurl = 'http://e'\nranks = -1\n", "ranks of decode-1 is -1"),
     ],
 )

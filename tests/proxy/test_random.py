@@ -56,7 +56,7 @@ class Chaos:
             if self.draw(st.booleans()):
                 client.connect(leg)
             else:
-                client.fail(leg, Failure.CONNECT)
+                client.fail(leg, self.draw(st.sampled_from([Failure.CONNECT, Failure.DESCRIPTORS])))
         elif leg in self.streams:
             self.stream(leg)
         else:

@@ -382,13 +382,59 @@ def test_a_stop_finishes_what_was_begun_and_cuts_off_what_does_not_end() -> None
     run(body())
 
 
-def test_https_servers_are_checked_by_their_certificates(tmp_path: Path) -> None:
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", *subject]
+def certified(place: Path, name: str, days: int = 2) -> tuple[Path, ssl.SSLContext]:
+    """A certificate for localhost that nobody else has signed, and a server's context with it."""
+    key, cert = place / f"{name}.key", place / f"{name}.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", str(days)]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", *subject]
     subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True, timeout=30)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
+    return cert, context
+
+
+def test_a_certificate_that_does_not_hold_means_unreached_on_either_leg(tmp_path: Path) -> None:
+    """Signed by nobody we know, for another name, no TLS at all: nothing is sent, and P's blocks are not left behind for a D like that."""
+    cert, known = certified(tmp_path, "known")
+    _, unknown = certified(tmp_path, "unknown")
+
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        settings = {"tls": {"ca_file": str(cert)}, "timeouts": {"connect_s": 0.3}, "retries": {"prefill_attempts": 1, "decode_attempts": 1}}
+        async with Edge(Fleet(1, 2), **settings) as edge:
+            fleet = edge.worker.core.fleet
+            fleet.remove(Side.DECODE, "decode-1")
+            for side, fake in ((Side.PREFILL, edge.p), (Side.DECODE, edge.d)):
+                server = fleet.servers(side)[0]
+                usual = server.host, server.port, server.tls
+                for context, host in ((unknown, "localhost"), (known, "127.0.0.1"), (None, "localhost")):
+                    listener = await loop.create_server(lambda fake=fake: Connection(fake), "localhost", 0, ssl=context)
+                    if server.pool is not None:
+                        server.pool.close()
+                        server.pool = None
+                    server.host, server.port, server.tls = host, listener.sockets[0].getsockname()[1], True
+                    before = fake.counts["requests"]
+                    for asked in (PROMPT, STREAM):
+                        reply = await edge.ask(PATH, asked)
+                        assert (reply.status, reply.json["error"]["type"]) == (502, "upstream_unreachable"), (side, host, reply)
+                        assert "localhost" not in reply.body.decode()
+                    assert fake.counts["requests"] == before
+                    listener.close()
+                assert server.failures >= 3
+                assert not edge.worker.core.fleet.ready()
+                server.pool.close()
+                server.pool = None
+                server.host, server.port, server.tls = usual
+                assert (await edge.ask(PATH, PROMPT)).status == 200, "the last server is tried whatever the breaker says"
+            fake.malformed.clear()  # what the one without TLS was sent
+            edge.p.malformed.clear()
+            assert edge.left() == {}
+
+    run(body())
+
+
+def test_https_servers_are_checked_by_their_certificates(tmp_path: Path) -> None:
+    cert, context = certified(tmp_path, "cert")
 
     async def body() -> None:
         async with Edge(tls={"ca_file": str(cert)}, retries={"prefill_attempts": 1}) as edge:

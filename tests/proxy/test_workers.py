@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from expertwire.cli.main import main
@@ -20,51 +19,11 @@ from expertwire.proxy import config, workers
 from expertwire.proxy.channel import Channel
 from expertwire.proxy.log import Log
 from expertwire.testing.http.client import Client, ask, request
-from expertwire.testing.http.fake_vllm import Fleet
+from expertwire.testing.http.fake_vllm import Fleet, Options
+from proxy.command import LIMIT_S, Command, alive, children, counted, free_port
 from proxy.edge import PROMPT, STREAM, run
 
 PATH = "/v1/completions"
-LIMIT_S = 60.0
-
-
-class Command:
-    """The command, its log read as it comes."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.lines: list[dict[str, Any]] = []
-
-    @classmethod
-    async def start(cls, fleet: Fleet, *words: str) -> Command:
-        servers = ["--prefill", *(server.url for server in fleet.prefill), "--decode", *(server.url for server in fleet.decode)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-m", "expertwire.cli", "proxy", *servers, "--port", "0", *words]
-        return cls(await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment))
-
-    async def until(self, event: str, count: int = 1) -> dict[str, Any]:
-        """The count-th line of that event."""
-        assert self.process.stderr is not None
-        async with asyncio.timeout(LIMIT_S):
-            while True:
-                found = [line for line in self.lines if line["event"] == event]
-                if len(found) >= count:
-                    return found[count - 1]
-                line = await self.process.stderr.readline()
-                assert line.startswith(b"{"), (line, self.lines)
-                self.lines.append(orjson.loads(line))
-
-    async def end(self, number: int) -> int:
-        """Send a signal; the exit status."""
-        self.process.send_signal(number)
-        async with asyncio.timeout(LIMIT_S):
-            assert self.process.stderr is not None
-            for line in (await self.process.stderr.read()).splitlines():
-                self.lines.append(orjson.loads(line))
-            return await self.process.wait()
-
-
-def counted(text: bytes, name: str) -> int:
-    return sum(int(line.rpartition(b" ")[2]) for line in text.splitlines() if line.startswith(name.encode()))
 
 
 def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
@@ -129,7 +88,7 @@ def test_servers_are_added_and_removed_everywhere_and_a_dead_worker_is_replaced(
                     reply = await ask(admin, target, asked, method=method)
                     assert reply.status == status, (target, reply)
                     assert reply.json["error"]["message"]
-                killed = (await children(command.process.pid))[0]
+                killed = children(command.process.pid)[0]
                 os.kill(killed, signal.SIGKILL)
                 await command.until("worker_died")
                 await command.until("worker_started")
@@ -143,17 +102,6 @@ def test_servers_are_added_and_removed_everywhere_and_a_dead_worker_is_replaced(
                     command.process.kill()
 
     run(body())
-
-
-async def free_port() -> int:
-    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
-    port = int(server.sockets[0].getsockname()[1])
-    server.close()
-    return port
-
-
-async def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_worker_that_hangs_is_replaced_and_the_others_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +155,48 @@ def test_one_worker_ends_in_order_and_a_second_signal_ends_it_at_once() -> None:
     run(body())
 
 
+def test_workers_whose_parent_is_killed_finish_what_was_begun_and_end(tmp_path: Path) -> None:
+    """SIGKILL: the parent says nothing. What ends is finished, what hangs is cut off as a failure, and nobody keeps the port."""
+    settings = tmp_path / "proxy.toml"
+    settings.write_text("[timeouts]\nshutdown_s = 2.0\nrelease_s = 1.0\n")
+
+    async def body() -> None:
+        async with Fleet(1, 1, Options(token_s=0.02)) as fleet:
+            command, workers_of = await Command.start(fleet, "--workers", "2", "--config", str(settings)), list[int]()
+            try:
+                port = (await command.until("listening"))["port"]
+                workers_of += children(command.process.pid)
+                clients = [await Client.open(port) for _ in range(12)]
+                for client in clients:
+                    await client.send(request("POST", PATH, STREAM | {"max_tokens": 40}))
+                begun = [await client.reply(until_events=2) for client in clients]
+                stuck = await Client.open(port)
+                await stuck.send(request("POST", PATH, STREAM | {"max_tokens": 2000}))
+                endless = await stuck.reply(until_events=2)
+                command.process.kill()
+                for client, reply in zip(clients, begun, strict=True):
+                    assert (await client.reply(reply)).done
+                    assert await client.closed()
+                    client.leave()
+                endless = await stuck.reply(endless)
+                assert endless.fault
+                assert not endless.done
+                stuck.leave()
+                async with asyncio.timeout(LIMIT_S):
+                    while any(alive(pid) for pid in workers_of):
+                        await asyncio.sleep(0.02)
+                with pytest.raises(ConnectionRefusedError):
+                    await Client.open(port)
+                assert await fleet.settle(sockets=True) == {}
+            finally:
+                for pid in (command.process.pid, *workers_of):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                await command.process.wait()
+
+    run(body())
+
+
 def hanging() -> Any:
     from expertwire.testing.http.faults import Fault, Rule
 
@@ -243,9 +233,29 @@ def test_an_admin_port_in_use_is_status_2_and_says_so(workers: str, capsys: pyte
 
 def test_check_says_that_settings_can_be_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "proxy.toml"
-    path.write_text('[[prefill]]\nurl = "http://a:1"\n[[decode]]\nurl = "https://b"\n[timeouts]\nconnect_s = 2\n')
+    path.write_text('port = 0\n[[prefill]]\nurl = "http://a:1"\n[[decode]]\nurl = "https://b"\n[timeouts]\nconnect_s = 2\n')
     assert main(["proxy", "--config", str(path), "--check"]) == Exit.OK
     assert "1 prefill and 1 decode" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_check_says_all_that_is_taken(workers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "no.pem").write_text("nothing\n")
+    (tmp_path / "proxy.toml").write_text(f'[tls]\nca_file = "{tmp_path}/no.pem"\n')  # the servers are flags'
+    with socket.socket() as one, socket.create_server(("127.0.0.1", 0)) as other:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as workers of another proxy have it
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        ports = [str(each.getsockname()[1]) for each in (one, other)]
+        words = ["--prefill", "http://a:1", "--decode", "https://b:1", "--port", ports[0], "--admin-port", ports[1], "--workers", workers]
+        assert main(["proxy", *words, "--config", str(tmp_path / "proxy.toml"), "--check"]) == Exit.USAGE
+        said = capsys.readouterr().err
+        assert f"port {ports[0]} of 127.0.0.1 cannot be listened on: it is in use; give another --port" in said
+        assert f"admin.port {ports[1]} of 127.0.0.1 cannot be listened on: it is in use; give another --admin-port" in said
+        assert "no.pem', which has no certificates that can be read" in said
+        # And without --check the same, before anything is started.
+        assert main(["proxy", *words[:6], "--workers", workers]) == Exit.USAGE
+        assert f"port {ports[0]} of 127.0.0.1 cannot be listened on: it is in use" in capsys.readouterr().err
 
 
 def test_a_channel_carries_calls_both_ways_and_errors_and_ends() -> None:

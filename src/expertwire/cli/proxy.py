@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin-port", type=int, help="its port (default 0: there is none)")
     parser.add_argument("--ca-file", metavar="FILE", help="certificates for https servers (default: the system's)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="default info")
-    parser.add_argument("--check", action="store_true", help="say whether the settings can be meant, and end")
+    parser.add_argument("--check", action="store_true", help="say whether the settings can be meant and the ports are free, and end")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was counted to FILE at the end")
 
 
@@ -63,10 +63,12 @@ def run(args: argparse.Namespace) -> int:
         raise UnavailableError(f"the proxy needs {error.name}: pip install 'expertwire[proxy]'") from error
     config = _configuration(args)
     if args.check:
+        server: Any = importlib.import_module("expertwire.proxy.server")
+        server.try_start(config)
         report = Report("proxy", {"prefill": len(config.prefill), "decode": len(config.decode)})
         report.add("settings", 1, "", RowStatus.OK)
         report.write(args.json)
-        print(f"{len(config.prefill)} prefill and {len(config.decode)} decode servers; the settings can be meant")
+        print(f"{len(config.prefill)} prefill and {len(config.decode)} decode servers; the settings can be meant, the ports are free")
         return Exit.OK
     finished, counted = module.run(config, _write_stderr)
     report = Report("proxy", {"prefill": len(config.prefill), "decode": len(config.decode), "workers": config.workers})
@@ -85,7 +87,7 @@ def _configuration(args: argparse.Namespace) -> Any:
     for side in ("prefill", "decode"):
         words = getattr(args, side)
         changes[side] = config.servers_of(words) if words else None
-    base = config.load(args.config) if args.config is not None else config.Config()
+    base = config.load(args.config, servers=False) if args.config is not None else config.Config()
     return config.override(base, **changes)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 from urllib.parse import unquote
@@ -20,6 +22,7 @@ import orjson
 from expertwire.errors import InvalidArgumentError, NotFoundError
 from expertwire.proxy import faults
 from expertwire.proxy.faults import Fault
+from expertwire.proxy.held import Held
 from expertwire.proxy.http import render
 from expertwire.proxy.http.front import Front
 from expertwire.proxy.http.reply import Ask, FrontLimits, Reply
@@ -30,7 +33,7 @@ from expertwire.proxy.seam import Request
 
 Message = dict[str, Any]
 Handler = Callable[[Message], Awaitable[Message]]
-LIMITS: Final = FrontLimits(65_536, 64, 65_536, 4, 64, 10.0, 30.0, 30.0)
+LIMITS: Final = FrontLimits(65_536, 64, 65_536, 4, 64, 10.0, 30.0, 30.0, 65_536, sys.maxsize, sys.maxsize, 1)
 _FIELDS: Final = {"side": str, "url": str, "name": str, "ranks": int}
 
 
@@ -109,6 +112,22 @@ def reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error.strerror)
 
 
+def taken(host: str, port: int, error: OSError) -> InvalidArgumentError:
+    """What is said where the endpoint cannot be."""
+    return InvalidArgumentError(f"admin.port {port} of {host} cannot be listened on: {reason(error)}; give another --admin-port")
+
+
+def try_port(host: str, port: int) -> None:
+    """Whether the endpoint could listen there now. Raises InvalidArgumentError."""
+    try:
+        for family, kind, number, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+            with socket.socket(family, kind, number) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
+    except OSError as error:
+        raise taken(host, port, error) from error
+
+
 class AdminService:
     """`Service` of the admin endpoint's connections."""
 
@@ -117,6 +136,7 @@ class AdminService:
         self.limits = LIMITS
         self.heads = render.Heads()
         self.fronts: set[Front] = set()
+        self.held = Held(LIMITS.connections * LIMITS.body_bytes)
         self.stopping = False
         self._handler = handler
         self._log = log
@@ -130,9 +150,7 @@ class AdminService:
         try:
             self._server = await loop.create_server(lambda: Front(self, loop), host, port)
         except OSError as error:
-            raise InvalidArgumentError(
-                f"admin.port {port} of {host} cannot be listened on: {reason(error)}; give another --admin-port"
-            ) from error
+            raise taken(host, port, error) from error
         found = int(self._server.sockets[0].getsockname()[1])
         self._log.event("info", "admin_listening", host=host, port=found)
         return found
@@ -162,6 +180,10 @@ class AdminService:
         task = asyncio.ensure_future(self._do(reply, message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def out_of(self, what: str) -> Fault:
+        """Service: there is always enough of everything here, by LIMITS."""
+        return faults.no_room(self.held.limit, LIMITS.retry_after_s)
 
     async def _do(self, reply: Reply, message: Message) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ class LimitsConfig:
     headers: int = 128
     body_bytes: int = 67_108_864
     reply_bytes: int = 268_435_456
+    held_bytes: int = 1_073_741_824  # of all bodies above `held.FREE_BYTES` together
     event_bytes: int = 8_388_608
     pipelined: int = 16
     connections: int = 16_384
@@ -143,6 +145,9 @@ class Config:
         return fleet
 
 
+_KEY: Final = re.compile(r"\s*([\w.-]+)\s*=")
+_TABLE: Final = re.compile(r"\s*\[{1,2}\s*([\w.-]+)\s*\]")
+_ALL: Final = frozenset({"0.0.0.0", "::"})
 _CHOICES: Final = {"policy": tuple(Policy), "batch": BATCHES, "log.level": LOG_LEVELS}
 # (least, most) of numbers; any other is at least 1 or above 0.
 _RANGES: Final[dict[str, tuple[float, float]]] = {
@@ -159,8 +164,11 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
 }
 
 
-def load(path: Path) -> Config:
-    """Read a TOML file. InvalidArgumentError names the file, the key, the value and what it may be."""
+def load(path: Path, *, servers: bool = True) -> Config:
+    """Read a TOML file. InvalidArgumentError names the file, the key, the value and what it may be.
+
+    `servers` False: they need not be there; who calls has them from elsewhere, and `override` looks.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -168,11 +176,23 @@ def load(path: Path) -> Config:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InvalidArgumentError(f"{path}: {error}") from error
+        raise InvalidArgumentError(f"{path}: {_where(text, error)}{error}") from error
     try:
-        return from_table(table)
+        return _checked(_read(Config, table, ""), servers)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{path}: {error}") from error
+
+
+def _where(text: str, error: tomllib.TOMLDecodeError) -> str:
+    """`timeouts.connect_s: ` where the line that cannot be read begins as a key."""
+    lines = text.splitlines()
+    if (found := re.search(r"at line (\d+)", str(error))) is None or not 0 < int(found[1]) <= len(lines):
+        return ""
+    line = int(found[1])
+    if (key := _KEY.match(lines[line - 1])) is None:
+        return ""
+    tables = [match[1] for above in lines[: line - 1] if (match := _TABLE.match(above)) is not None]
+    return f"{tables[-1]}.{key[1]}: " if tables else f"{key[1]}: "
 
 
 def from_table(table: dict[str, Any]) -> Config:
@@ -236,7 +256,7 @@ def _value(hint: Any, name: str, value: Any) -> Any:
     return value
 
 
-def _checked(config: Config) -> Config:
+def _checked(config: Config, servers: bool = True) -> Config:
     _check_numbers(config, "")
     for name, choices in _CHOICES.items():
         value: Any = config
@@ -245,10 +265,17 @@ def _checked(config: Config) -> Config:
         if value not in choices:
             raise InvalidArgumentError(f"{name} is {value!r}; give one of {', '.join(choices)}")
     for side in Side:
-        if not getattr(config, side):
+        if servers and not getattr(config, side):
             raise InvalidArgumentError(f"{side} has no server; give one at least: [[{side}]] with url, or --{side} URL")
     if config.kv.margin_s >= config.kv.lease_s:
         raise InvalidArgumentError(f"kv.margin_s is {config.kv.margin_s:g}; it must be below kv.lease_s, which is {config.kv.lease_s:g}")
+    for key in ("body_bytes", "reply_bytes"):
+        if (value := getattr(config.limits, key)) > config.limits.held_bytes:
+            raise InvalidArgumentError(
+                f"limits.{key} is {value}; it must not be above limits.held_bytes, which is {config.limits.held_bytes}"
+            )
+    if config.port and config.admin.port == config.port and (config.admin.host == config.host or {config.host, config.admin.host} & _ALL):
+        raise InvalidArgumentError(f"admin.port is {config.admin.port}, which is port too; give another --admin-port")
     if not config.host:
         raise InvalidArgumentError("host is ''; give an address to listen on, 0.0.0.0 for all")
     if config.tls.ca_file and not Path(config.tls.ca_file).is_file():

@@ -16,7 +16,8 @@ from expertwire.proxy.headers import Headers
 from expertwire.proxy.policy import Server, Side
 from expertwire.proxy.seam import Failure, Kind, Leg, LogLine, Mode, Port, Request
 
-_OUTCOME: Final = ("unreached", "stale", "lost", "protocol", "too_large", "timed_out")
+_OUTCOME: Final = ("unreached", "stale", "lost", "protocol", "too_large", "timed_out", "exhausted", "exhausted")
+_EXHAUSTED: Final = {Failure.DESCRIPTORS: "descriptors", Failure.HELD: "bodies"}
 # What the breaker counts. Too long without a byte is no failure of the transport: a server may be computing.
 _BROKEN: Final = frozenset({Failure.CONNECT, Failure.LOST, Failure.PROTOCOL})
 
@@ -177,6 +178,12 @@ class Conversation(ABC):
         self.core.open_legs += 1
         return self._port.call(leg)
 
+    def _send_leg(self, leg: Leg) -> None:
+        """Write its request, and let go of it: what is not sent yet is the edge's."""
+        leg.sent = True
+        self._port.send(leg)
+        leg.message = b""
+
     def _end_leg(self, leg: Leg, outcome: str) -> None:
         """A leg is over, however; each ends once."""
         core = self.core
@@ -194,12 +201,18 @@ class Conversation(ABC):
         """Its end by a failure, and what the breaker thinks of it."""
         if failure in _BROKEN and self.core.fleet.failed(leg.server, now):
             self.core.metrics.count("breaker_trips_total", leg.server.side, leg.server.name)
+        if failure in _EXHAUSTED:
+            self.core.metrics.count("exhausted_total", _EXHAUSTED[failure])
         self._end_leg(leg, _OUTCOME[failure])
 
     def _fault_of(self, leg: Leg, failure: Failure) -> Fault:
         side = Side.PREFILL if leg.kind is Kind.PREFILL else Side.DECODE
         if failure is Failure.CONNECT or failure is Failure.STALE:
             return faults.unreached(side)
+        if failure is Failure.DESCRIPTORS:
+            return faults.no_descriptors(self.core.descriptors, self.core.config.retry_after_s)
+        if failure is Failure.HELD:
+            return faults.no_room(self.core.held.limit, self.core.config.retry_after_s)
         if failure is Failure.TIMED_OUT:
             return faults.timed_out(side, leg.idle_s if leg.status else leg.first_byte_s)
         if failure is Failure.TOO_LARGE:
@@ -243,6 +256,7 @@ class Conversation(ABC):
         core = self.core
         core.in_flight -= 1
         self._outcome, self._why, self._ended_at = outcome, why, now
+        self._request.body = b""  # calls that free blocks, and the log, may keep this for seconds
         core.metrics.request.observe(now - self._started)
         core.metrics.count("requests_total", self._endpoint(), outcome)
         if self.open_legs:

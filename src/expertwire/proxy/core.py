@@ -9,6 +9,7 @@ import orjson
 
 from expertwire.proxy import metrics
 from expertwire.proxy.config import Config
+from expertwire.proxy.held import Held
 from expertwire.proxy.metrics import Metrics, Snapshot
 from expertwire.proxy.policy import Side, Standing
 from expertwire.proxy.seam import Terms
@@ -53,6 +54,8 @@ class Core:
         self.fleet = config.fleet()
         self.metrics = Metrics()
         self.homes = Homes()
+        self.held = Held(limits.held_bytes)
+        self.descriptors = 0  # that this process may have; the edge says it
         self.session_header = config.session_header.lower().encode()
         self.in_flight = 0  # requests whose client waits
         self.open_legs = 0  # calls to servers, those that free blocks included
@@ -70,6 +73,7 @@ class Core:
         servers = [server for side in Side for server in self.fleet.servers(side)]
         return {
             "in_flight": {(): self.in_flight},
+            "held_bytes": {(): self.held.total},
             "server_in_flight": {(server.side, server.name): server.in_flight for server in servers},
             "server_up": {(server.side, server.name): int(server.standing is not Standing.TRIPPED) for server in servers},
         }

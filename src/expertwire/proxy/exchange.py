@@ -23,7 +23,7 @@ from expertwire.proxy.sse import Sort
 _EVENT_ANSWERED, _EVENT_CONTENT, _EVENT_ENDED, _EVENT_GONE = Event.ANSWERED, Event.CONTENT, Event.ENDED, Event.GONE
 _EVENT_LOST, _EVENT_NO_SERVER, _EVENT_OVERLOADED, _EVENT_PREFILLED = Event.LOST, Event.NO_SERVER, Event.OVERLOADED, Event.PREFILLED
 _EVENT_READY, _EVENT_REFUSED, _EVENT_STALE, _EVENT_START = Event.READY, Event.REFUSED, Event.STALE, Event.START
-_EVENT_START_ALONE, _EVENT_UNFIT, _EVENT_UNREACHED = Event.START_ALONE, Event.UNFIT, Event.UNREACHED
+_EVENT_EXHAUSTED, _EVENT_START_ALONE, _EVENT_UNFIT, _EVENT_UNREACHED = Event.EXHAUSTED, Event.START_ALONE, Event.UNFIT, Event.UNREACHED
 _KIND_DECODE, _KIND_LATE, _KIND_PREFILL, _KIND_RELEASE = Kind.DECODE, Kind.LATE, Kind.PREFILL, Kind.RELEASE
 _MODE_STREAM, _MODE_WHOLE = Mode.STREAM, Mode.WHOLE
 _SHAPE_RESPONSES = Shape.RESPONSES
@@ -31,13 +31,16 @@ _SIDE_DECODE, _SIDE_PREFILL = Side.DECODE, Side.PREFILL
 _STAGE_BEGUN, _STAGE_OPEN, _STAGE_OVER = Stage.BEGUN, Stage.OPEN, Stage.OVER
 _STATE_DECODING, _STATE_DONE, _STATE_HANDOFF, _STATE_PREFILLING = State.DECODING, State.DONE, State.HANDOFF, State.PREFILLING
 _STATE_STREAMING = State.STREAMING
-_EVENT: Final = (Event.UNREACHED, Event.STALE, Event.LOST, Event.LOST, Event.LOST, Event.TIMED_OUT)  # by Failure
+_EVENT: Final = (
+    *(Event.UNREACHED, Event.STALE, Event.LOST, Event.LOST, Event.LOST, Event.TIMED_OUT, Event.EXHAUSTED, Event.EXHAUSTED),
+)  # by Failure
 _OVERLOADED: Final = frozenset({502, 503, 504})
 _RELEASE_TARGET: Final = b"/v1/completions"
 _JSON: Final = b"content-type: application/json\r\n"
 _USAGE_NEEDLE: Final = b'"usage":'
 _SESSION_FIELDS: Final = ("prompt_cache_key", "user")
 _ENDPOINTS: Final = ("completions", "chat", "responses")  # by Shape
+_NO_PLAN: Final = Plan(Shape.COMPLETIONS, b"", {}, False)
 
 
 def open_exchange(core: Core, port: Port, request: Request) -> Conversation:
@@ -54,11 +57,10 @@ class Exchange(Conversation):
 
     __slots__ = ("_branches", "_client_lines", "_merge", "_plan", "_same_server", "_session", "_shape")
 
-    _plan: Plan
-
     def __init__(self, core: Core, port: Port, request: Request, shape: Shape) -> None:
         super().__init__(core, port, request)
         self._shape = shape
+        self._plan = _NO_PLAN
         self._branches: list[Branch] = []
         self._client_lines = b""
         self._merge: merge.StreamMerge | None = None
@@ -102,7 +104,7 @@ class Exchange(Conversation):
         elif leg.kind is _KIND_PREFILL:
             self._send_prefill(leg)
         else:
-            self._port.send(leg)
+            self._send_leg(leg)
 
     def leg_head(self, leg: Leg, status: int, lines: Headers, now: float) -> Mode:
         """See the base."""
@@ -195,7 +197,9 @@ class Exchange(Conversation):
             self._ended(branch, True, now)  # all of it had come; only the framing's end is missing
             return
         event = _EVENT[failure]
-        if state is _STATE_HANDOFF:
+        if event is _EVENT_EXHAUSTED:
+            branch.failure = None  # what went before matters less than that it is our own fault now
+        elif state is _STATE_HANDOFF:
             event = _EVENT_UNREACHED  # nothing was sent, whatever it was
         elif event is _EVENT_STALE and leg.status:
             event = _EVENT_LOST
@@ -217,6 +221,10 @@ class Exchange(Conversation):
         """See the base."""
         if self._stage is not _STAGE_OVER:
             self._close(now, "gone", "")
+
+    def _close(self, now: float, outcome: str, why: str) -> None:
+        Conversation._close(self, now, outcome, why)
+        self._plan = _NO_PLAN
 
     def _drop_legs(self, now: float) -> None:
         for branch in self._branches:
@@ -286,6 +294,12 @@ class Exchange(Conversation):
             branch.failure = faults.no_content()
             self._step(branch, _EVENT_UNFIT, now)
             return
+        if self._plan.branches > 1:
+            limit = self.core.config.limits.reply_bytes
+            if len(body) + sum(len(other.reply[0]) for other in self._branches if other.reply is not None) > limit:
+                branch.failure = faults.answer_too_large(_SIDE_DECODE, limit)
+                self._step(branch, _EVENT_UNFIT, now)
+                return
         branch.reply = (body, reply)
         branch.lines = headers.down_lines(leg.headers)
         self._step(branch, _EVENT_ANSWERED, now)
@@ -374,7 +388,7 @@ class Exchange(Conversation):
         if (leg := branch.leg) is None:
             return
         config = self.core.config
-        if leg.kind is _KIND_PREFILL and leg.message and config.kv.release:
+        if leg.kind is _KIND_PREFILL and leg.sent and config.kv.release:
             leg.first_byte_s = leg.idle_s = config.timeouts.release_s
             if self._port.abandon(leg):
                 leg.kind = _KIND_LATE
@@ -394,7 +408,7 @@ class Exchange(Conversation):
         leg = Leg(self, _KIND_RELEASE, branch.index, *chosen, core.release_terms)
         leg.message = self._message(leg, branch, _RELEASE_TARGET, held.release_body())
         if self._call(leg, now):
-            self._port.send(leg)
+            self._send_leg(leg)
 
     def _do_alone(self, branch: Branch, now: float) -> None:
         self.core.metrics.count("decode_alone_total", "no_prefill")
@@ -429,7 +443,7 @@ class Exchange(Conversation):
     def _send_prefill(self, leg: Leg) -> None:
         branch = self._branches[leg.branch]
         leg.message = self._message(leg, branch, self._target, legs.prefill_body(self._plan, branch.index))
-        self._port.send(leg)
+        self._send_leg(leg)
 
     def _do_decode(self, branch: Branch, now: float) -> None:
         core = self.core
@@ -472,7 +486,7 @@ class Exchange(Conversation):
             self.core.metrics.handoff.observe(now - branch.granted_at)
         branch.failure = None
         leg.message = self._message(leg, branch, self._target, legs.decode_body(self._plan, branch.index, values))
-        self._port.send(leg)
+        self._send_leg(leg)
         if self._merge is not None and self._stage is _STAGE_OPEN and (out := self._begin_stream(now)):
             self._port.write(out)
 

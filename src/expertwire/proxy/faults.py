@@ -118,6 +118,21 @@ def no_server(side: str, retry_after_s: int) -> Fault:
     return Fault(503, "service_unavailable", f"there is no {side} server at the moment", None, retry_after_s)
 
 
+def no_descriptors(limit: int, retry_after_s: int) -> Fault:
+    """503: this process can open no more connections, or take none. `limit`: its open files, 0 for none."""
+    files = f"its limit is {limit} open files (RLIMIT_NOFILE)" if limit else "the system has no descriptors or local ports left"
+    message = f"this server can open no further connection: {files}; try again in {retry_after_s} s"
+    return Fault(503, "service_unavailable", message, None, retry_after_s)
+
+
+def no_room(limit: int, retry_after_s: int) -> Fault:
+    """503: the bodies that are held leave no room for another."""
+    message = (
+        f"this server holds bodies of {limit} bytes at most, all together, and has no room for this one; try again in {retry_after_s} s"
+    )
+    return Fault(503, "service_unavailable", message, None, retry_after_s)
+
+
 def expired(lease_s: float) -> Fault:
     """503: the prefilled blocks' lease ran out before D could be called, as often as is tried."""
     message = f"no decode server took the request before the prefilled blocks' lease of {lease_s:g} s ran out"

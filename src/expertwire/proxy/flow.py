@@ -37,6 +37,7 @@ class Event(IntEnum):
     START_ALONE = auto()  # D computes everything
     NO_SERVER = auto()  # no server could be chosen for the leg that was asked for
     UNREACHED = auto()  # no connection: nothing was sent
+    EXHAUSTED = auto()  # this process has no more of what the leg needs; another server would not help
     STALE = auto()  # a connection that had been kept was closed before a byte of answer came
     PREFILLED = auto()  # P's answer, with all that D needs (call `grant` before)
     OVERLOADED = auto()  # P said 502, 503 or 504
@@ -191,6 +192,7 @@ TABLE: Final[dict[State, dict[Event, tuple[Move, ...]]]] = {
         _E.STALE: (_PREFILL_AGAIN, *_FAIL),
         _E.OVERLOADED: (_PREFILL_AGAIN, *_FAIL),
         _E.NO_SERVER: (_TO_ALONE, *_FAIL),
+        _E.EXHAUSTED: _FAIL,
         _E.REFUSED: _FAIL,
         _E.UNFIT: _FAIL,
         _E.LOST: _FAIL,
@@ -210,6 +212,7 @@ TABLE: Final[dict[State, dict[Event, tuple[Move, ...]]]] = {
             _HELD_FAIL,
         ),
         _E.NO_SERVER: (_UNHELD_FAIL, _HELD_FAIL),
+        _E.EXHAUSTED: (_UNHELD_FAIL, _HELD_FAIL),
         _E.GONE: (
             Move(_S.CLIENT_GONE, (_A.CLOSE,), _alone),
             Move(_S.CLIENT_GONE, (_A.CLOSE, _A.RELEASE), None, _use_up),
@@ -223,6 +226,7 @@ TABLE: Final[dict[State, dict[Event, tuple[Move, ...]]]] = {
             Move(_S.PREFILLING, (_A.PREFILL,), _again_both, _count_reprefill),
             *_FAIL,
         ),
+        _E.EXHAUSTED: _FAIL,
         _E.REFUSED: _FAIL,
         _E.UNFIT: _FAIL,
         _E.LOST: _FAIL,

@@ -23,6 +23,10 @@ _COUNTERS: Final[dict[str, tuple[Labels, str]]] = {
     "releases_total": (("outcome",), "P's blocks freed early: released, failed."),
     "decode_alone_total": (("why",), "Requests that D computed alone."),
     "rejected_total": ((), "Requests refused with 429."),
+    "exhausted_total": (
+        ("what",),
+        "Connections and requests refused with 503 because this process ran out: descriptors, bodies (held_bytes).",
+    ),
     "stream_errors_total": ((), "Streams that ended with an error event."),
     "breaker_trips_total": (("side", "server"), "Servers passed over for failures of their transport."),
 }
@@ -34,6 +38,7 @@ _HISTOGRAMS: Final[dict[str, str]] = {
 }
 _GAUGES: Final[dict[str, tuple[Labels, str]]] = {
     "in_flight": ((), "Requests in flight."),
+    "held_bytes": ((), "Bytes of large bodies that are held."),
     "server_in_flight": (("side", "server"), "Legs in flight."),
     "server_up": (("side", "server"), "1 if the server is not passed over."),
 }

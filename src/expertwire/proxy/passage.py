@@ -80,7 +80,9 @@ class Passage(Conversation):
             return
         self._leg_broke(leg, failure, now)
         self._failure = self._fault_of(leg, failure)
-        if self._flow.state is State.HANDOFF:
+        if failure is Failure.DESCRIPTORS or failure is Failure.HELD:
+            self._step(Event.EXHAUSTED, now)
+        elif self._flow.state is State.HANDOFF:
             self._avoid.add(leg.server)
             self._step(Event.UNREACHED, now)
         elif failure is Failure.STALE and self._flow.state is State.DECODING and self._request.method in _REPEATABLE:
@@ -153,7 +155,7 @@ class Passage(Conversation):
         lines = headers.up_lines(request.headers, json=False)
         leg.message = headers.message(request.method, target, leg.server.host_header, lines, self._request_id, rank, body)
         self._failure = None
-        self._port.send(leg)
+        self._send_leg(leg)
 
     def _commit(self, now: float) -> None:
         leg = self._leg

@@ -43,6 +43,8 @@ class Failure(IntEnum):
     PROTOCOL = 3  # what came is not HTTP
     TOO_LARGE = 4  # head or body over its limit
     TIMED_OUT = 5  # too long without a byte
+    DESCRIPTORS = 6  # no connection, for want of a descriptor or a port of ours: nothing was sent, and the server has no part in it
+    HELD = 7  # there is no room for the answer's body among all that are held
 
 
 class Mode(IntEnum):
@@ -81,6 +83,7 @@ class Leg:
         "message",
         "rank",
         "relaying",
+        "sent",
         "server",
         "splitter",
         "status",
@@ -92,7 +95,8 @@ class Leg:
         self.branch = branch
         self.server = server
         self.rank = rank  # −1: the server's own choice
-        self.message = b""  # the complete request; made right before `Port.send`, so b"" means that nothing was sent
+        self.message = b""  # the complete request, from right before `Port.send` until that is over: it can be large, and a stream long
+        self.sent = False
         self.connect_s, self.first_byte_s, self.idle_s, self.limit = terms
         self.head_only = False  # the answer has no body
         self.handle: Any = None  # the edge's

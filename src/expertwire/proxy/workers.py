@@ -21,7 +21,7 @@ from expertwire.proxy.channel import Channel, Message
 from expertwire.proxy.config import Config
 from expertwire.proxy.log import Log
 from expertwire.proxy.policy import Server, ServerConfig, Side
-from expertwire.proxy.server import STOP_SIGNALS, Counted, listen, raise_file_limit, serve
+from expertwire.proxy.server import STOP_SIGNALS, Counted, listen, raise_file_limit, serve, try_port
 
 START_S: Final = 60.0  # until a worker listens
 ANSWER_S: Final = 5.0  # for what a worker does at once
@@ -108,6 +108,7 @@ class Parent:
             loop.add_signal_handler(number, asked.put_nowait, signal.Signals(number).name)
         flusher = asyncio.ensure_future(self._flush())
         admin: AdminService | None = None
+        try_port(self._config)
         # Bound and never listening: the port stays ours while workers come and go, and 0 becomes one number for all.
         with listen(self._config, backlog=0) as sock:
             self._config = dataclasses.replace(self._config, port=sock.getsockname()[1])

@@ -57,6 +57,7 @@ class Front(asyncio.Protocol, Timed):
 
     __slots__ = (
         "_begun_at",
+        "_counted",
         "_expects",
         "_fault",
         "_fed",
@@ -75,6 +76,7 @@ class Front(asyncio.Protocol, Timed):
         "_size",
         "_target",
         "_transport",
+        "_unsent",
         "_upgrade",
         "peer",
         "service",
@@ -94,6 +96,8 @@ class Front(asyncio.Protocol, Timed):
         self._fed = 0  # bytes of the piece that is being read
         self._reply: Reply | None = None
         self._begun_at = 0.0
+        self._counted = 0  # bytes of the body that is being read, in `service.held`
+        self._unsent = 0  # and of replies that the client does not take
         self.stalled = False
         self.peer = ""
         self._clear()
@@ -118,19 +122,32 @@ class Front(asyncio.Protocol, Timed):
         service = self.service
         peer = transport.get_extra_info("peername")
         self.peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""
-        if len(service.fronts) >= service.limits.connections or service.stopping:
-            fault = faults.stopping() if service.stopping else faults.busy(service.limits.connections, 1)
-            service.fronts.add(self)
-            self._answer_fault(fault)
-            return
         service.fronts.add(self)
+        # accept(2) gives the lowest free number, so as many are in use. Past the very end libuv closes what it accepts, without a word.
+        number = transport.get_extra_info("socket").fileno()
+        if (fault := self._unwelcome(number)) is not None:
+            self._answer_fault(fault)
+            if number >= service.limits.descriptors_left:
+                self._close()  # to wait until it has read this would cost a server's connection
+            return
         self._await(service.limits.idle_s, time.monotonic())
+
+    def _unwelcome(self, number: int) -> Fault | None:
+        """Why this connection is not served."""
+        service, limits = self.service, self.service.limits
+        if service.stopping:
+            return faults.stopping()
+        if len(service.fronts) > limits.connections:
+            return faults.busy(limits.connections, limits.retry_after_s)
+        return service.out_of("descriptors") if number >= limits.descriptors else None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Asyncio: it is closed."""
         self._reading = _READING_CLOSED
         self._transport = None
         self.due = NEVER
+        self._uncount()
+        self.service.held.give(self._unsent)
         self._clear()
         del self._parser  # they hold each other, and the collector comes rarely here: a body of a gigabyte would wait for it
         self.service.fronts.discard(self)
@@ -148,6 +165,9 @@ class Front(asyncio.Protocol, Timed):
     def pause_writing(self) -> None:
         """Asyncio: the client reads too slowly."""
         self.stalled = True
+        if self._transport is not None:
+            self._unsent = self._transport.get_write_buffer_size()
+            self.service.held.add(self._unsent)
         self._await(self.service.limits.stall_s, time.monotonic())
         if self._reply is not None:
             self._reply.pause()
@@ -155,10 +175,14 @@ class Front(asyncio.Protocol, Timed):
     def resume_writing(self) -> None:
         """Asyncio: it has caught up."""
         self.stalled = False
+        self.service.held.give(self._unsent)
+        self._unsent = 0
         if self._reply is not None:
             self.due = NEVER
             self._reply.resume()
             self._hold_back()
+        elif self._queue:
+            self._loop.call_soon(self._next)
         elif self._reading < _READING_ENDED:
             self._await(self.service.limits.idle_s, time.monotonic())
 
@@ -179,10 +203,14 @@ class Front(asyncio.Protocol, Timed):
                 self._fault = faults.head_too_large(self.service.limits.head_bytes)
         if self._fault is not None and self._reading < _READING_ENDED:
             self._reading = _READING_ENDED
+            self._uncount()
+            self._clear()
             self._queue.append(self._fault)
         if self._reply is not None:
             self._hold_back()
         elif self._queue:
+            if self.stalled:
+                self._hold_back()
             self._next()
         elif self._reading is not _READING_IDLE:
             self._await_rest(time.monotonic())
@@ -200,6 +228,17 @@ class Front(asyncio.Protocol, Timed):
             self._begun_at = now
         self.due = self._begun_at + self.service.limits.head_s + self._size / BODY_BYTES_PER_S
         self.service.wheel.watch(self, now)
+
+    def _uncount(self) -> None:
+        """The body that is being read is let go."""
+        self.service.held.give(self._counted)
+        self._counted = 0
+
+    def _drop_queue(self) -> None:
+        for ask in self._queue:
+            if isinstance(ask, Ask):
+                self.service.held.give(ask.counted)
+        self._queue.clear()
 
     def _hold_back(self) -> None:
         """Read no more while as many requests wait as may. Who does not read sees no end, so the kernel is asked now and then."""
@@ -225,6 +264,7 @@ class Front(asyncio.Protocol, Timed):
             head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self._parser.get_method(), self._target, b"".join(lines))
             data = head + data[upgrade.args[0] :]
             upgrade = None
+            self._uncount()
             self._clear()
             self._reading = _READING_IDLE
             self._parser = httptools.HttpRequestParser(self)
@@ -264,8 +304,11 @@ class Front(asyncio.Protocol, Timed):
         elif name == b"content-length":
             self._measured = True
             # httptools has refused what is no number, and a second one.
-            if int(value) > self.service.limits.body_bytes:
-                self._refuse(faults.too_large("the body", self.service.limits.body_bytes))
+            size, limits = int(value), self.service.limits
+            if size > limits.body_bytes:
+                self._refuse(faults.too_large("the body", limits.body_bytes))
+            if size > limits.free_bytes and not self.service.held.fits(size):
+                self._refuse(self.service.out_of("bodies"))
         elif name == b"transfer-encoding":
             self._measured = True
             if value.lower() != b"chunked":
@@ -293,8 +336,14 @@ class Front(asyncio.Protocol, Timed):
         if parser.get_method() == b"CONNECT":
             self._refuse(Fault(405, "invalid_request_error", "this server opens no tunnels"))
         self._reading = _READING_BODY
-        if self._expects and not self._upgrade and version == "1.1" and self._measured and self._reply is None and not self._queue:
-            self.send(render.CONTINUE)
+        self._expects = self._expects and not self._upgrade and version == "1.1" and self._measured
+        if self._expects and self._reply is None and not self._queue:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Who has asked whether to send a body may."""
+        self._expects = False
+        self.send(render.CONTINUE)
 
     def _long_head(self) -> bool:
         """Counted exactly: other requests may have come with it."""
@@ -302,10 +351,18 @@ class Front(asyncio.Protocol, Timed):
 
     def on_body(self, data: bytes) -> None:
         """Httptools: a piece of the body."""
-        self._size += len(data)
-        if self._size > self.service.limits.body_bytes:
-            self._refuse(faults.too_large("the body", self.service.limits.body_bytes))
+        size = self._size = self._size + len(data)
+        if size > self.service.limits.free_bytes:
+            self._count(size)
         self._pieces.append(data)
+
+    def _count(self, size: int) -> None:
+        """A large body grows: within its own limit, and that of all together."""
+        if size > self.service.limits.body_bytes:
+            self._refuse(faults.too_large("the body", self.service.limits.body_bytes))
+        if not self.service.held.take(size - self._counted):
+            self._refuse(self.service.out_of("bodies"))
+        self._counted = size
 
     def on_message_complete(self) -> None:
         """Httptools: a request is whole."""
@@ -314,7 +371,8 @@ class Front(asyncio.Protocol, Timed):
         parser, pieces = self._parser, self._pieces
         body = b"".join(pieces) if len(pieces) != 1 else pieces[0]
         keep = parser.should_keep_alive()
-        ask = Ask(Request(parser.get_method(), self._target, self._headers, body, self.peer), keep, self._old)
+        ask = Ask(Request(parser.get_method(), self._target, self._headers, body, self.peer), keep, self._old, self._counted)
+        self._counted = 0  # the reply's now
         self._queue.append(ask)
         self._queued_bytes += self._size
         self._begun_at = 0.0
@@ -325,8 +383,8 @@ class Front(asyncio.Protocol, Timed):
 
     def _next(self) -> None:
         """Take the next request, if nothing is being answered."""
-        if self._reply is not None or not self._queue or self._transport is None:
-            return
+        if self._reply is not None or not self._queue or self._transport is None or self.stalled:
+            return  # to a client that takes no reply nothing more is answered: its replies would be held without a bound
         ask = self._queue.popleft()
         if isinstance(ask, Fault):
             self._answer_fault(ask)
@@ -338,6 +396,8 @@ class Front(asyncio.Protocol, Timed):
 
     def _answer_fault(self, fault: Fault) -> None:
         """The last answer of this connection."""
+        self._uncount()
+        self._clear()
         self.send(render.whole(self.service.heads.start(fault.status), fault.header_lines(), render.CLOSE, fault.body()))
         self._linger()
 
@@ -359,11 +419,16 @@ class Front(asyncio.Protocol, Timed):
             return
         self._reply = None
         reply.front = None
+        if reply.counted:
+            self.service.held.give(reply.counted)
         if not reply.keep or self.service.stopping:
             self._close(reset)
             return
         now = time.monotonic()
         if self._queue:
+            if self.stalled:
+                self._await(self.service.limits.stall_s, now)
+                return
             if self._transport is not None:
                 self._transport.resume_reading()
             self._loop.call_soon(self._next)
@@ -372,11 +437,13 @@ class Front(asyncio.Protocol, Timed):
         elif self._reading is _READING_IDLE:
             self._await(self.service.limits.idle_s, now)
         elif self._reading < _READING_ENDED:
+            if self._expects and self._reading is _READING_BODY:
+                self._go_on()
             self._await_rest(now)
 
     def _close(self, reset: bool = False) -> None:
         """Close once what was written is sent."""
-        self._queue.clear()
+        self._drop_queue()
         if self._transport is None:
             return
         if reset:
@@ -403,8 +470,9 @@ class Front(asyncio.Protocol, Timed):
 
     def _leave(self) -> None:
         reply, self._reply = self._reply, None
-        self._queue.clear()
+        self._drop_queue()
         if reply is not None:
+            self.service.held.give(reply.counted)
             reply.gone(time.monotonic())
 
     def expire(self, now: float) -> None:

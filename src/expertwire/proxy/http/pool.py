@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import ssl
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from expertwire.proxy.headers import Headers
+from expertwire.proxy.held import Held
 from expertwire.proxy.http.upstream import Upstream
 from expertwire.proxy.http.wheel import NEVER, Timed, Wheel
 from expertwire.proxy.seam import Failure, Leg
@@ -16,6 +20,23 @@ from expertwire.proxy.seam import Failure, Leg
 if TYPE_CHECKING:
     from expertwire.proxy.http.relay import Relay
     from expertwire.proxy.policy import Server
+
+
+# connect(2), socket(2): no descriptor, no local port, no memory. None of it is the server's.
+_OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+
+
+def failure_of(error: Exception) -> Failure:
+    """Whether no connection came about for want of something of ours, or because of the server."""
+    if isinstance(error, OSError) and error.errno in _OURS:
+        return Failure.DESCRIPTORS
+    # getaddrinfo(3) has numbers of its own, and asyncio makes one error without any of several addresses': is there a descriptor?
+    if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno is None):
+        try:
+            socket.socket().close()
+        except OSError as found:
+            return Failure.DESCRIPTORS if found.errno in _OURS else Failure.CONNECT
+    return Failure.CONNECT
 
 
 class Dial(Timed):
@@ -43,11 +64,11 @@ class Dial(Timed):
         if self.task is not None:
             self.task.cancel()
 
-    def fail(self, now: float) -> None:
+    def fail(self, now: float, failure: Failure = Failure.CONNECT) -> None:
         """Tell the leg, if it still waits."""
         leg = self._take()
         if leg is not None:
-            self.relay.leg_failed(leg, Failure.CONNECT, now)
+            self.relay.leg_failed(leg, failure, now)
 
     def give(self, connection: Upstream, now: float) -> bool:
         """Hand a connection over; False if nobody waits any more."""
@@ -76,10 +97,20 @@ class Pool:
     """The connections to one server."""
 
     def __init__(
-        self, server: Server, loop: asyncio.AbstractEventLoop, wheel: Wheel, limits: PoolLimits, tls: ssl.SSLContext | None
+        self,
+        server: Server,
+        loop: asyncio.AbstractEventLoop,
+        wheel: Wheel,
+        held: Held,
+        limits: PoolLimits,
+        tls: ssl.SSLContext | None,
+        spare: Callable[[], bool],
     ) -> None:
+        """`spare`: closes a connection of any pool that nobody uses; False if there is none."""
         self.server = server
         self.wheel = wheel
+        self.held = held
+        self._spare = spare
         self.idle_s = limits.idle_s
         self.head_bytes = limits.head_bytes
         self._limits = limits
@@ -124,19 +155,17 @@ class Pool:
 
     async def _connect(self, dial: Dial) -> None:
         connection = Upstream(self)
-        server = self.server
         try:
-            if self._tls is None:
-                await self._loop.create_connection(lambda: connection, server.host, server.port)
-            else:
-                await self._loop.create_connection(
-                    lambda: connection, server.host, server.port, ssl=self._tls, server_hostname=server.host, ssl_handshake_timeout=3600.0
-                )
-        except (OSError, UnicodeError, ValueError):
-            # Refused, no such name, a certificate that does not hold (ssl.CertificateError is a ValueError too).
-            connection.drop()
-            dial.fail(time.monotonic())
-            return
+            while (error := await self._open_one(connection)) is not None:
+                failure = failure_of(error)
+                # What other legs have left open takes descriptors too. It is closed in the loop's next turn.
+                if failure is Failure.DESCRIPTORS and self._spare():
+                    await asyncio.sleep(0)
+                    connection = Upstream(self)
+                    continue
+                connection.drop()
+                dial.fail(time.monotonic(), failure)
+                return
         except BaseException:
             connection.drop()
             raise
@@ -145,6 +174,28 @@ class Pool:
             return
         self._open.add(connection)
         self._offer(connection, dial)
+
+    async def _open_one(self, connection: Upstream) -> Exception | None:
+        """None, or why it is not open: refused, no such name, a certificate that does not hold (CertificateError is a ValueError too)."""
+        server, tls = self.server, self._tls
+        try:
+            if tls is None:
+                await self._loop.create_connection(lambda: connection, server.host, server.port)
+            else:
+                await self._loop.create_connection(
+                    lambda: connection, server.host, server.port, ssl=tls, server_hostname=server.host, ssl_handshake_timeout=3600.0
+                )
+        except (OSError, UnicodeError, ValueError) as error:
+            return error
+        return None
+
+    def drop_idle(self) -> bool:
+        """Close the connection that has been idle for longest; False if none is."""
+        oldest = next(iter(self._idle), None)
+        if oldest is None:
+            return False
+        oldest.drop()
+        return True
 
     def _offer(self, connection: Upstream, dial: Dial | None) -> None:
         now = time.monotonic()

@@ -7,6 +7,7 @@ from enum import IntEnum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from expertwire.proxy.faults import Fault
+from expertwire.proxy.held import Held
 from expertwire.proxy.http import render
 from expertwire.proxy.http.wheel import Wheel
 from expertwire.proxy.seam import Request
@@ -27,6 +28,10 @@ class FrontLimits:
     head_s: float
     idle_s: float
     stall_s: float
+    free_bytes: int  # a body up to this is not counted; not above `body_bytes`
+    descriptors: int  # a connection whose descriptor is not below this is refused
+    descriptors_left: int  # and not below this: closed at once
+    retry_after_s: int
 
 
 class Service(Protocol):
@@ -36,6 +41,7 @@ class Service(Protocol):
     wheel: Wheel
     heads: render.Heads
     fronts: set[Front]
+    held: Held
     stopping: bool
 
     def open(self, front: Front, ask: Ask) -> Reply:
@@ -43,6 +49,9 @@ class Service(Protocol):
 
     def answer(self, reply: Reply) -> None:
         """Begin to answer."""
+
+    def out_of(self, what: str) -> Fault:
+        """What is answered, and is counted, where there are no more "descriptors", or no room for "bodies"."""
 
 
 @dataclass(slots=True)
@@ -52,6 +61,7 @@ class Ask:
     request: Request
     keep: bool
     old: bool  # HTTP/1.0
+    counted: int  # bytes of its body that `Service.held` counts until its reply is over
 
 
 class Stage(IntEnum):
@@ -80,13 +90,14 @@ _STAGE_BEGUN, _STAGE_OPEN, _STAGE_OVER = Stage.BEGUN, Stage.OPEN, Stage.OVER
 class Reply:
     """The answer to one request: `Port`'s half that faces the client."""
 
-    __slots__ = ("_framing", "front", "keep", "old", "request", "stage")
+    __slots__ = ("_framing", "counted", "front", "keep", "old", "request", "stage")
 
     def __init__(self, front: Front, ask: Ask) -> None:
         self.front: Front | None = front
         self.request = ask.request
         self.keep = ask.keep
         self.old = ask.old
+        self.counted = ask.counted
         self.stage = _STAGE_OPEN
         self._framing = _FRAMING_LENGTH
 

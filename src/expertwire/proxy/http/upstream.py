@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final, cast
 
 import httptools
 
-from expertwire.proxy.headers import Headers
+from expertwire.proxy.headers import Headers, length_of
+from expertwire.proxy.held import FREE_BYTES
 from expertwire.proxy.http.render import has_no_body
 from expertwire.proxy.http.wheel import NEVER, Timed
 from expertwire.proxy.seam import Failure, Leg, Mode
@@ -66,6 +67,7 @@ class Upstream(asyncio.Protocol, Timed):
 
     __slots__ = (
         "_after",
+        "_counted",
         "_framing",
         "_head_bytes",
         "_headers",
@@ -102,6 +104,7 @@ class Upstream(asyncio.Protocol, Timed):
         self._framing = _FRAMING_MEASURED
         self._pieces: list[bytes] = []
         self._size = 0
+        self._counted = 0  # of that, in `Pool.held`
         self._after = False  # bytes came behind the answer
         self._stays = False  # the server keeps the connection open behind it
 
@@ -139,6 +142,8 @@ class Upstream(asyncio.Protocol, Timed):
         transport = self.transport
         if transport is None or self.phase not in (_PHASE_SENT, _PHASE_BODY) or not transport.can_write_eof():
             return False
+        if transport.get_write_buffer_size():
+            return False  # it has not taken all of the request, so it has no answer to it; what is left would be held
         self._after = True  # no further request can be sent
         transport.write_eof()
         transport.resume_reading()
@@ -165,6 +170,7 @@ class Upstream(asyncio.Protocol, Timed):
     def _detach(self) -> None:
         leg, self.leg, self.relay = self.leg, None, None
         self.due = NEVER
+        self._uncount()
         if leg is not None:
             leg.handle = None
 
@@ -270,8 +276,12 @@ class Upstream(asyncio.Protocol, Timed):
             if self._framing is _FRAMING_NONE:
                 self.phase = _PHASE_WHOLE
                 self._pieces.clear()
-            elif self.phase is _PHASE_BODY and self.due != NEVER:
-                self._extend(leg, now)
+            elif self.phase is _PHASE_BODY:
+                if self.due != NEVER:
+                    self._extend(leg, now)
+                if mode is _MODE_WHOLE and (failure := self._unfit(leg, length_of(self._headers) or 0)) is not None:
+                    self._fail(failure, now)
+                    return
         if mode is _MODE_STREAM:
             if pieces := self._pieces:
                 piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -279,15 +289,29 @@ class Upstream(asyncio.Protocol, Timed):
                 relay.leg_data(leg, piece, now)
                 if self.leg is not leg:
                     return
-        elif self._size > leg.limit:
-            self._fail(_FAILURE_TOO_LARGE, now)
-            return
+        elif self._size > FREE_BYTES or self._size > leg.limit:
+            if (failure := self._unfit(leg, self._size)) is not None:
+                self._fail(failure, now)
+                return
+            self.pool.held.add(self._size - self._counted)
+            self._counted = self._size
         if self.phase is _PHASE_WHOLE:
             self._complete(leg, relay, mode, now)
         elif broken:
             self._fail(_FAILURE_PROTOCOL, now)
         elif self.due != NEVER:  # else it is paused
             self.due = now + leg.idle_s
+
+    def _unfit(self, leg: Leg, size: int) -> Failure | None:
+        """Why an answer with a body of `size` bytes cannot be held whole."""
+        if size > leg.limit:
+            return _FAILURE_TOO_LARGE
+        return None if size <= FREE_BYTES or self.pool.held.fits(size - self._counted) else Failure.HELD
+
+    def _uncount(self) -> None:
+        if self._counted:
+            self.pool.held.give(self._counted)
+            self._counted = 0
 
     def _learn(self, head: bytes) -> None:
         """The same bytes of a head with as many behind them mean the same: the parser need not be asked again."""
@@ -304,6 +328,7 @@ class Upstream(asyncio.Protocol, Timed):
         # An answer may come before the request has gone: the next would stand behind the rest of it, which the server may never read.
         keep = keep and self.transport is not None and not self.transport.get_write_buffer_size()
         self.leg = self.relay = leg.handle = None
+        self._uncount()
         if keep:
             self.pool.put(self, now)
         else:
