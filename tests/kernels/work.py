@@ -56,9 +56,8 @@ def run_case(rank: Rank, case: Case, worst: int = 0, chosen: dict[str, Any] | No
         out["real_counts"] = box[notify.MAILBOX : notify.MAILBOX + local]
     else:
         rows = worst
-        assert route.counts is not None
-        out["counts"], out["real_counts"] = route.counts[0].tolist(), route.counts[1].tolist()
-        out["total"] = int(route.words[words.R_TOTAL.value])
+        out["counts"], out["real_counts"] = route.counted(False).tolist(), route.counted(True).tolist()
+        out["total"] = int(route.owner[words.R_TOTAL.value])
     x, scales, source, got_ids, got_weights = received(data, offset, rows, contiguous, given.scales, ids, weights)
     out |= {
         "x": plain(x),

@@ -54,15 +54,25 @@ class Order:
     def __init__(self) -> None:
         self.event = EventOverlap()
         self._kept: list[torch.Tensor] = []
+        self._given: list[torch.Tensor] = []
 
     def keep(self, *tensors: torch.Tensor | None) -> None:
-        """Tensors that the call's work touches after it has returned."""
+        """The caller's tensors that the call's work touches after it has returned."""
         self._kept += [tensor for tensor in tensors if tensor is not None]
+
+    def give(self, *tensors: torch.Tensor | None) -> None:
+        """Tensors that the call has made for the caller."""
+        self._given += [tensor for tensor in tensors if tensor is not None]
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
+        """What the caller must not let go of before the work has ended."""
         return tuple(self._kept)
+
+    @property
+    def given(self) -> tuple[torch.Tensor, ...]:
+        """What the caller gets."""
+        return tuple(self._given)
 
 
 @contextmanager

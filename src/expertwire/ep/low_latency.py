@@ -116,7 +116,8 @@ class LowLatencyOperations:
             )
             if not return_recv_hook:
                 sent.receive()
-            order.keep(rows, ids, *sent.tensors)
+            order.keep(rows, ids, statistics, waits)
+            order.give(*sent.tensors)
         hook = self._hook("low_latency_dispatch", sent) if return_recv_hook else None
         return received if scales is None else (received, scales), counts, handle, order.event, hook
 
@@ -166,7 +167,8 @@ class LowLatencyOperations:
             combined, sent = backend.combine(rows, ids, weights, routing, bool(zero_copy), target, waits, return_recv_hook)
             if not return_recv_hook:
                 sent.receive()
-            order.keep(rows, ids, weights, *sent.tensors)
+            order.keep(rows, ids, weights, target, waits)
+            order.give(*sent.tensors)
         return combined, order.event, self._hook("low_latency_combine", sent) if return_recv_hook else None
 
     @keywords()
@@ -229,7 +231,7 @@ class LowLatencyOperations:
         def hook() -> None:
             with self._calling(f"the hook of {operation}"), self.runtime.ordered(None, False) as order:
                 sent.receive()
-                order.keep(*sent.tensors)
+                order.give(*sent.tensors)
 
         return hook
 

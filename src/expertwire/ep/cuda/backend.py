@@ -170,7 +170,8 @@ class CudaBackend:
         key = "layout", topk_idx.shape[1], topk_idx.dtype, next_power(num_experts + 1)
         self._load(key, lambda: self._exchange.layout(topk_idx.new_empty((1, topk_idx.shape[1])), num_experts))
         per_rank, per_expert, in_rank = self._exchange.layout(topk_idx, num_experts)
-        self._order.keep(topk_idx, per_rank, per_expert, in_rank)
+        self._order.keep(topk_idx)
+        self._order.give(per_rank, per_expert, in_rank)
         return per_rank, per_rank[:0], per_expert, in_rank
 
     def dispatch(self, sent: Payload, routing: Routing, expert_alignment: int, identity: Identity) -> Received:
@@ -187,17 +188,16 @@ class CudaBackend:
         index_bytes = 8 if routing.topk_idx is None else routing.topk_idx.element_size()
         has_weights = routing.topk_weights is not None
 
-        def needed(rows: int) -> int:
-            return dispatch_extent(rows, row_bytes(sent.x), topk, index_bytes, has_weights, row_bytes(sent.scales)).total
+        beside = topk, index_bytes, has_weights, row_bytes(sent.scales)
+        at = dispatch_extent(worst, row_bytes(sent.x), *beside)
 
         def launch(offer: tuple[int, int], notified: torch.cuda.Event | None) -> tuple[Route, torch.Tensor | None]:
             parts = sent.x, sent.scales, routing.in_rank, routing.per_expert, routing.topk_idx, routing.topk_weights
             return self._exchange.dispatch(*parts, offer, worst, expert_alignment, notified)
 
         step = next_power(-(-routing.num_experts // len(self.node_of)))
-        beside = topk, index_bytes, has_weights, row_bytes(sent.scales)
         self._load(("dispatch", row_bytes(sent.x), *beside, step), lambda: launch((0, 0), None))
-        landing = self._land(needed(worst))
+        landing = self._land(at.total)
         try:
             notified = None if worst else self._comm.point()
             route, mailbox = launch((landing.extent.offset, landing.extent.length), notified)
@@ -213,9 +213,10 @@ class CudaBackend:
             self._withdraw(landing)  # on this stream nobody writes to it any more: what peers wrote has its end in the kernel
             raise
         self._order.keep(sent.x, sent.scales, routing.in_rank, routing.per_expert, routing.topk_idx, routing.topk_weights)
-        self._order.keep(route.positions, route.words, route.counts)
-        memory = self._settle(landing, needed(rows))
-        at = dispatch_extent(rows, row_bytes(sent.x), topk, index_bytes, has_weights, row_bytes(sent.scales))
+        if not worst:
+            at = dispatch_extent(rows, row_bytes(sent.x), *beside)
+        memory, whole = self._settle(landing, at.total)
+        self._order.give(route.owner, whole)
         handle = CudaHandle(
             native=cast("ExchangeHandle", None),  # the CPU's
             buffer=identity,
@@ -235,10 +236,10 @@ class CudaBackend:
         self._pool.reserve_for(handle, combine_extent(rows, 2 * sent.x.shape[1], topk, topk > 0).total)
         ids = weights = None
         if routing.topk_idx is not None:
-            ids = device_tensor(memory, routing.topk_idx.dtype, (rows, topk), at.topk_idx)
+            ids = device_tensor(whole, routing.topk_idx.dtype, (rows, topk), at.topk_idx)
         if has_weights:
-            weights = device_tensor(memory, torch.float32, (rows, topk), at.topk_weights)
-        return Received(self._rows(memory, sent, rows, at.rows, at.scales), ids, weights, handle, [])
+            weights = device_tensor(whole, torch.float32, (rows, topk), at.topk_weights)
+        return Received(self._rows(whole, sent, rows, at.rows, at.scales), ids, weights, handle, [])
 
     def dispatch_again(self, sent: Payload, handle: Handle) -> Rows:
         """Send rows by the routing of an earlier dispatch. The host waits for nothing: where a rank has no room, every rank's next call
@@ -258,9 +259,10 @@ class CudaBackend:
         except BaseException:
             self._withdraw(landing)
             raise
-        self._order.keep(sent.x, sent.scales, handle.route.positions, handle.route.words)
-        memory = self._settle(landing, at.total)
-        return self._rows(memory, sent, handle.num_rows, at.rows, at.scales)
+        self._order.keep(sent.x, sent.scales, handle.route.owner)
+        _, whole = self._settle(landing, at.total)
+        self._order.give(whole)
+        return self._rows(whole, sent, handle.num_rows, at.rows, at.scales)
 
     def combine(
         self, x: torch.Tensor, handle: Handle, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
@@ -299,7 +301,8 @@ class CudaBackend:
         launch(x_offset, weights_offset)
         if landing is not None:
             self._withdraw(landing)
-        self._order.keep(x, weights, out, out_weights, handle.route.positions, handle.route.words, *biases)
+        self._order.keep(x, weights, handle.route.owner, *biases)
+        self._order.give(out, out_weights)
         return out, out_weights
 
     def data_tensor(self, dtype: torch.dtype, offset: int, shape: Sequence[int]) -> torch.Tensor:
@@ -379,27 +382,27 @@ class CudaBackend:
     def _memory(self, extent: Extent) -> DeviceBytes:
         return DeviceBytes(self._data.address + extent.offset, extent.length, self.device, self._data)
 
-    def _settle(self, landing: _Landing, used_bytes: int) -> DeviceBytes | torch.Tensor:
-        """The memory of a result: in place, or, where that would eat into the reserve, a copy."""
+    def _settle(self, landing: _Landing, used_bytes: int) -> tuple[DeviceBytes | torch.Tensor, torch.Tensor]:
+        """The memory of a result, and all of it as bytes: in place, or, where that would eat into the reserve, a copy."""
         if landing.captured:
             memory = self._memory(landing.extent)
             self._pool.follow(memory, landing.extent, (), True)
-            return memory
+            return memory, memory.whole()
         if used_bytes > landing.extent.length:  # no row moves, and every rank's next call says so; until then ids are −1
             self._pool.withdraw(landing.extent)
-            return torch.full((used_bytes,), 255, dtype=torch.uint8, device=self.device)
+            blank = torch.full((used_bytes,), 255, dtype=torch.uint8, device=self.device)
+            return blank, blank
         kept = self._pool.keep(landing.extent, used_bytes)
         if kept is not None:
             memory = self._memory(kept)
             self._pool.follow(memory, kept, (self._comm.caller,), False)
-            return memory
+            return memory, memory.whole()
         source = device_tensor(self._memory(landing.extent), torch.uint8, (used_bytes,))
         copy = source.clone()
-        self._order.keep(copy)
         self._pool.withdraw(landing.extent)
-        return copy
+        return copy, copy
 
-    def _rows(self, memory: DeviceBytes | torch.Tensor, sent: Payload, rows: int, x_offset: int, scales_offset: int) -> Rows:
+    def _rows(self, memory: torch.Tensor, sent: Payload, rows: int, x_offset: int, scales_offset: int) -> Rows:
         x = device_tensor(memory, sent.x.dtype, (rows, sent.x.shape[1]), x_offset)
         if sent.scales is None:
             return x

@@ -52,12 +52,24 @@ def tuning_of(sms: int, sharing: int) -> Tuning:
 
 @dataclass(frozen=True)
 class Route:
-    """What a dispatch leaves on the device. positions i32[T, R]: row at each receiver, −1 where the token does not go; words int64: see
-    `kernels.words.ROUTING`; counts i32[2, E_l]: rows per local expert, rounded up and as they are; None where the host was told instead."""
+    """What a dispatch leaves on the device, in `owner`: int64 words, see `kernels.words.ROUTING`; behind them, from byte `positions` on,
+    i32[T, R]: row at each receiver, −1 where the token does not go; and from byte `counts` on i32[2, E_l]: rows per local expert, rounded
+    up and as they are. `counts` 0: the host was told instead."""
 
-    positions: torch.Tensor
-    words: torch.Tensor
-    counts: torch.Tensor | None
+    owner: torch.Tensor
+    positions: int
+    counts: int
+    local: int
+
+    @property
+    def address(self) -> int:
+        """Of the words."""
+        return self.owner.data_ptr()
+
+    def counted(self, real: bool) -> torch.Tensor:
+        """Rows per local expert, rounded up, or as they are."""
+        first = self.counts // 4 + self.local * real
+        return self.owner.view(torch.int32)[first : first + self.local]
 
 
 def slot_words(ranks: int, local_experts_max: int) -> int:
@@ -99,6 +111,7 @@ class Exchange:
         self._box = 0
         head = [control.address, self.meta.data_ptr(), self.record.data_ptr(), self.rank, timeout_ms * 1_000_000, 0, 0, 0]
         self.state = torch.tensor([*head, *control.addresses, *data.addresses], dtype=torch.int64, device=self.device)
+        self._state_at = self.state.data_ptr()
         self._fixed = {"R": self.ranks, "RP": next_power(self.ranks)}
         self._slot = {"SLOT": slot_words(self.ranks, local_experts_max)}
         self.launch = Launches()
@@ -116,7 +129,7 @@ class Exchange:
             self.launch(
                 count_layout,
                 triton.cdiv(tokens, lines),
-                *(self.state.data_ptr(), topk_idx.data_ptr(), per_rank.data_ptr(), per_expert.data_ptr(), in_rank.data_ptr()),
+                *(self._state_at, topk_idx.data_ptr(), per_rank.data_ptr(), per_expert.data_ptr(), in_rank.data_ptr()),
                 *(tokens, experts),
                 **self._fixed,
                 TOPK=topk,
@@ -146,19 +159,20 @@ class Exchange:
         tuning = self.tuning
         tokens, experts = x.shape[0], per_expert.shape[0]
         local = experts // self.ranks + (self.rank < experts % self.ranks)
-        groups = max(triton.cdiv(tokens, tuning.group), 1)
-        prefix = torch.empty((groups, self.ranks), dtype=torch.int32, device=self.device)
-        positions = torch.empty((tokens, self.ranks), dtype=torch.int32, device=self.device)
-        routing = torch.empty(words.ROUTING.value + self.ranks**2, dtype=torch.int64, device=self.device)
-        counts = torch.empty((2, local), dtype=torch.int32, device=self.device) if worst else None
+        positions = 8 * (words.ROUTING.value + self.ranks**2)
+        prefix = positions + 4 * tokens * self.ranks
+        counts = prefix + 4 * -(-tokens // tuning.group) * self.ranks
+        owner = torch.empty((counts + 8 * local + 7) // 8, dtype=torch.int64, device=self.device)
+        route = Route(owner, positions, counts if worst else 0, local)
+        first = route.address
         mailbox = None if worst else self._next_mailbox()
         topk = 0 if topk_idx is None else topk_idx.shape[1]
         shape = shape_word(topk, 8 if topk_idx is None else topk_idx.element_size(), topk_weights is not None, row_bytes(scales))
         self.launch(
             notify_dispatch,
             1,
-            *(self.state.data_ptr(), in_rank.data_ptr(), per_expert.data_ptr(), prefix.data_ptr(), routing.data_ptr()),
-            *(0 if counts is None else counts.data_ptr(), 0 if mailbox is None else mailbox.data_ptr(), tokens, *offer),
+            *(self._state_at, in_rank.data_ptr(), per_expert.data_ptr(), first + prefix, first),
+            *(first + counts if worst else 0, 0 if mailbox is None else mailbox.data_ptr(), tokens, *offer),
             *(experts, worst, alignment, row_bytes(x), shape),
             **self._fixed,
             **self._slot,
@@ -169,8 +183,7 @@ class Exchange:
         )
         if notified is not None:
             notified.record()
-        route = Route(positions, routing, counts)
-        self._send(x, scales, in_rank, topk_idx, topk_weights, prefix, route, experts, worst, alignment, fresh=True)
+        self._send(x, scales, in_rank, topk_idx, topk_weights, first + prefix, route, experts, worst, alignment, fresh=True)
         return route, mailbox
 
     def dispatch_again(
@@ -179,7 +192,7 @@ class Exchange:
         """Rows by the routing of an earlier dispatch. With `wait` the result is a mailbox as of `dispatch`."""
         mailbox = self._next_mailbox() if wait else None
         self._notify_again(notify.NOTIFY_AGAIN, route, mailbox, offer, 0, worst, row_bytes(x), shape_word(0, 8, False, row_bytes(scales)))
-        self._send(x, scales, None, None, None, None, route, 0, worst, 1, fresh=False)
+        self._send(x, scales, None, None, None, 0, route, 0, worst, 1, fresh=False)
         return mailbox
 
     def combine(
@@ -202,7 +215,7 @@ class Exchange:
         self.launch(
             combine,
             tuning.combine_programs,
-            *(self.state.data_ptr(), route.positions.data_ptr(), out.data_ptr()),
+            *(self._state_at, route.address + route.positions, out.data_ptr()),
             *(0 if weights_out is None else weights_out.data_ptr(), first, second, tokens),
             **self._fixed,
             GROUP=min(tuning.group, 8),
@@ -225,7 +238,7 @@ class Exchange:
         self.launch(
             stage,
             max(min(self.tuning.combine_programs, rows), 1),
-            *(route.words.data_ptr(), x.data_ptr(), base + to, _address(weights), base + weights_to),
+            *(route.address, x.data_ptr(), base + to, _address(weights), base + weights_to),
             ROW=bytes_of_row // unit_bytes,
             BLOCK=min(next_power(bytes_of_row // unit_bytes), self.tuning.block_bytes // unit_bytes),
             UNIT=unit,
@@ -238,7 +251,7 @@ class Exchange:
     def renew(self, number: int, timeout_ms: int, answer: torch.Tensor) -> None:
         """All words as after the last operation that any rank has begun. No kernel of this rank runs; `answer` as the kernel says."""
         meeting = control_bytes(self.ranks, self.local_experts_max) // 8 - 2 * self.ranks
-        arguments = self.state.data_ptr(), number, meeting, timeout_ms * 1_000_000, 2 * self.ranks, 0, answer.data_ptr()
+        arguments = self._state_at, number, meeting, timeout_ms * 1_000_000, 2 * self.ranks, 0, answer.data_ptr()
         self.launch(renew, 1, *arguments, **self._fixed, num_warps=1)
 
     def close(self) -> None:
@@ -262,7 +275,7 @@ class Exchange:
         self.launch(
             notify_again,
             1,
-            *(self.state.data_ptr(), route.words.data_ptr(), 0 if mailbox is None else mailbox.data_ptr(), operation),
+            *(self._state_at, route.address, 0 if mailbox is None else mailbox.data_ptr(), operation),
             *(*offer, weights_offset, worst, row_bytes, shape),
             **self._fixed,
             **self._slot,
@@ -276,7 +289,7 @@ class Exchange:
         in_rank: torch.Tensor | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        prefix: torch.Tensor | None,
+        prefix: int,
         route: Route,
         experts: int,
         worst: int,
@@ -293,9 +306,9 @@ class Exchange:
         self.launch(
             dispatch,
             tuning.programs,
-            *(self.state.data_ptr(), x.data_ptr(), _address(scales), down, across, _address(in_rank), _address(topk_idx)),
-            *(_address(topk_weights), _address(prefix), route.positions.data_ptr(), x.shape[0], experts, worst),
-            *(_address(route.counts), expert_alignment),
+            *(self._state_at, x.data_ptr(), _address(scales), down, across, _address(in_rank), _address(topk_idx)),
+            *(_address(topk_weights), prefix, route.address + route.positions, x.shape[0], experts, worst),
+            *(route.address + route.counts if route.counts else 0, expert_alignment),
             **self._fixed,
             GROUP=tuning.group,
             FRESH=fresh,

@@ -24,14 +24,14 @@ class CudaHandle(Handle):
         """i32[R, R]: rows from source (first index) to destination (second)."""
         ranks = len(self.node_of)
         first = ROUTING.value
-        return self.route.words[first : first + ranks * ranks].view(ranks, ranks).int()
+        return self.route.owner[first : first + ranks * ranks].view(ranks, ranks).int()
 
     @cached_property
     def real_counts(self) -> list[int] | torch.Tensor:
         """Rows per local expert before `expert_alignment`, of the kind that the dispatch returned."""
-        return list(self.num_recv_tokens_per_expert) if self.route.counts is None else self.route.counts[1]
+        return self.route.counted(real=True) if self.route.counts else list(self.num_recv_tokens_per_expert)
 
     @property
     def returned_counts(self) -> list[int] | torch.Tensor:
         """Rows per local expert as the dispatch returns them: rounded up to `expert_alignment`."""
-        return self.num_recv_tokens_per_expert_aligned if self.route.counts is None else self.route.counts[0]
+        return self.route.counted(real=False) if self.route.counts else self.num_recv_tokens_per_expert_aligned

@@ -19,12 +19,12 @@ UNITS = {16: (8, tl.int64), 8: (8, tl.int64), 4: (4, tl.int32), 2: (2, tl.int16)
 
 class Launches:
     """Triton's own way binds and hashes the arguments each time, some 30 µs: ours are numbers, so the kernel compiled for these options is
-    the one. `kernel.warmup` compiles; indexing what it gives loads the code."""
+    the one. `kernel.warmup` compiles; indexing what it gives by a grid loads the code, and gives what launches it, which is kept."""
 
     def __init__(self) -> None:
         self._loading = False
         self._interpreted = bool(triton.knobs.runtime.interpret)
-        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled: dict[Any, tuple[Any, tuple[Any, ...], dict[int, Any]]] = {}
         self._loaded: set[tuple[Hashable, ...]] = set()
 
     def load(self, shape: tuple[Hashable, ...], launches: Callable[[], object], capturing: Callable[[], bool]) -> None:
@@ -55,13 +55,15 @@ class Launches:
             if not self._loading:
                 kernel[(programs,)](*arguments, **options)
             return
-        key = (kernel, *options.values())
+        key = (id(kernel), *options.values())  # hashing a kernel takes a lock; kernels are never forgotten
         found = self._compiled.get(key)
         if found is None:
             compiled = kernel.warmup(*arguments, grid=(programs,), **options)
             constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
-            found = self._compiled[key] = (compiled, constants)
-        run = found[0][(programs, 1, 1)]
+            found = self._compiled[key] = (compiled, constants, {})
+        run = found[2].get(programs)
+        if run is None:
+            run = found[2][programs] = found[0][(programs, 1, 1)]
         if not self._loading:
             run(*arguments, *found[1])
 
@@ -73,11 +75,15 @@ def next_power(value: int) -> int:
 
 def alignment_of(*numbers: int) -> int:
     """The largest power of two up to 16 that divides all of them."""
-    return next(size for size in UNITS if all(number % size == 0 for number in numbers))
+    bits = ALIGNMENT_BYTES
+    for number in numbers:
+        bits |= number
+    return bits & -bits
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a contiguous copy made on the current stream. A lazily negated view is contiguous and has the wrong bytes. One that
     begins at an odd address is copied, too: the kernel for it would have to be loaded on this rank alone."""
-    tensor = tensor.resolve_neg().contiguous()
+    if tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.resolve_neg().contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()

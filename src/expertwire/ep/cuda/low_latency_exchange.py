@@ -161,6 +161,7 @@ class LowLatencyExchange:
         nanoseconds, slot = timeout_ms * 1_000_000, _slot_words(local_experts_max)
         head = [control.address, 0, self.record.data_ptr(), self.rank, nanoseconds, self.third_bytes, int(shrink), slot]
         self.state = torch.tensor([*head, *control.addresses, *data.addresses], dtype=torch.int64, device=self.device)
+        self._state_at = self.state.data_ptr()
         self._fixed = {"R": self.ranks, "RP": next_power(self.ranks)}
         self.masks_at = control.address + 8 * (words.FIRST.value + 6 * self.ranks + THIRDS)  # int64 [R], 1: left out
         self.buffer_at = data.address + THIRDS * self.third_bytes
@@ -208,7 +209,7 @@ class LowLatencyExchange:
         self.launch(
             low_latency_dispatch,
             max(min(tokens, self.tuning.send_programs), 1),
-            *(self.state.data_ptr(), call, x.data_ptr(), topk_idx.data_ptr(), places, targets, counts),
+            *(self._state_at, call, x.data_ptr(), topk_idx.data_ptr(), places, targets, counts),
             *(tokens, shape.tokens_max, shape.experts, made.layout_range.data_ptr(), made.counts.data_ptr()),
             *(_address(statistics), _address(waits)),
             **self._fixed,
@@ -238,7 +239,7 @@ class LowLatencyExchange:
         self.launch(
             low_latency_await_dispatch,
             1,
-            *(self.state.data_ptr(), sent.route.call, sent.layout_range.data_ptr(), sent.counts.data_ptr()),
+            *(self._state_at, sent.route.call, sent.layout_range.data_ptr(), sent.counts.data_ptr()),
             *(_address(statistics), _address(waits), shape.tokens_max, shape.experts),
             **self._fixed,
             TOPK=shape.topk,
@@ -254,7 +255,7 @@ class LowLatencyExchange:
         self.launch(
             low_latency_pack,
             max(min(most, tuning.pack_programs), 1),
-            *(self.state.data_ptr(), sent.route.call, sent.rows.data_ptr(), _address(sent.scales), sent.src_info.data_ptr()),
+            *(self._state_at, sent.route.call, sent.rows.data_ptr(), _address(sent.scales), sent.src_info.data_ptr()),
             *(sent.route.origins, shape.tokens_max, shape.experts),
             **self._fixed,
             TOPK=shape.topk,
@@ -292,7 +293,7 @@ class LowLatencyExchange:
         self.launch(
             low_latency_return,
             max(min(most, tuning.pack_programs), 1),
-            *(self.state.data_ptr(), call, route.call, x, route.origins, topk_idx.data_ptr(), weights.data_ptr(), route.places),
+            *(self._state_at, call, route.call, x, route.origins, topk_idx.data_ptr(), weights.data_ptr(), route.places),
             *(made.found, made.kept, route.tokens, shape.tokens_max, shape.experts, _address(waits)),
             **self._fixed,
             TOPK=shape.topk,
@@ -311,7 +312,7 @@ class LowLatencyExchange:
 
     def await_combine(self, sent: Combine, waits: torch.Tensor | None) -> None:
         """What the first part leaves to a hook."""
-        arguments = self.state.data_ptr(), sent.call, sent.route.call, _address(waits)
+        arguments = self._state_at, sent.call, sent.route.call, _address(waits)
         self.launch(low_latency_await_combine, 1, *arguments, **self._fixed, num_warps=1)
 
     def sum(self, sent: Combine) -> None:
@@ -321,7 +322,7 @@ class LowLatencyExchange:
         self.launch(
             low_latency_combine,
             max(min(sent.route.tokens * -(-hidden // block), tuning.sum_programs), 1),
-            *(self.state.data_ptr(), sent.call, sent.found, sent.kept, sent.out.data_ptr(), sent.route.tokens),
+            *(self._state_at, sent.call, sent.found, sent.kept, sent.out.data_ptr(), sent.route.tokens),
             **self._fixed,
             TOPK=sent.route.shape.topk,
             HIDDEN=hidden,
@@ -333,13 +334,13 @@ class LowLatencyExchange:
 
     def resume(self, rank: int) -> None:
         """Tell a rank that was left out what has been consumed meanwhile."""
-        self.launch(low_latency_resume, 1, self.state.data_ptr(), rank, R=self.ranks, num_warps=1)
+        self.launch(low_latency_resume, 1, self._state_at, rank, R=self.ranks, num_warps=1)
 
     def renew(self, number: int, timeout_ms: int, answer: torch.Tensor) -> None:
         """All words as after the last call that any rank has begun, and masks clean; see `Exchange.renew`."""
         meeting = low_latency_control_bytes(self.ranks, self.local_experts_max) // 8 - 2 * self.ranks
         words = 6 * self.ranks + THIRDS, self.ranks
-        arguments = self.state.data_ptr(), number, meeting, timeout_ms * 1_000_000, *words, answer.data_ptr()
+        arguments = self._state_at, number, meeting, timeout_ms * 1_000_000, *words, answer.data_ptr()
         self.launch(renew, 1, *arguments, **self._fixed, num_warps=1)
 
     def memory(self, address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

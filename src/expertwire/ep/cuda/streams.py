@@ -17,6 +17,7 @@ class CommStream:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.caller = torch.cuda.current_stream(device)  # of the call that runs now
+        self._reused = torch.cuda.Event(), torch.cuda.Event()
 
     @staticmethod
     def capturing() -> bool:
@@ -49,18 +50,20 @@ class CommStream:
         comm stream current; then the caller's stream waits for it, or, with `async_finish`, an event stands for the wait.
 
         Tensors made in the block belong to the comm stream's part of torch's allocator, so none is used again too early there; what the
-        caller's stream uses of them, and what the block uses of the caller's, is said to the allocator. While a graph is recorded it would
-        hold such memory back until the end, so the event keeps the tensors instead: in a replay all is ordered by the graph.
+        caller's stream uses of them, and what work that it does not wait for uses of the caller's, is said to the allocator. While a graph
+        is recorded it would hold such memory back until the end, so the event keeps the tensors instead: in a replay all is ordered by the
+        graph.
         """
         with torch.cuda.device(self.device):
             self.caller = torch.cuda.current_stream(self.device)
             recording = self.capturing()
+            reused = (None, None) if recording else self._reused
             if previous_event is not None and previous_event.event is not None and previous_event.event.event is not None:
                 self.stream.wait_event(previous_event.event.event)
                 if recording and not _joined(self.stream):
                     self.stream.wait_stream(self.caller)
             else:
-                self.stream.wait_stream(self.caller)
+                _behind(self.stream, self.caller, reused[0])
             order = Order()
             try:
                 with torch.cuda.stream(self.stream):
@@ -69,15 +72,24 @@ class CommStream:
                 self.caller.wait_stream(self.stream)  # a capture that the caller ends needs all streams joined
                 raise
             if not async_finish:
-                self.caller.wait_stream(self.stream)
+                _behind(self.caller, self.stream, reused[1])
             else:
                 done = torch.cuda.Event()
                 done.record(self.stream)
-                order.event = EventOverlap(EventHandle(done), order.kept if recording else None)
+                order.event = EventOverlap(EventHandle(done), (*order.kept, *order.given) if recording else None)
             if not recording:
-                for tensor in order.kept:
-                    tensor.record_stream(self.stream)
+                for tensor in order.given:
                     tensor.record_stream(self.caller)
+                for tensor in order.kept if async_finish else ():  # else the caller's stream is behind the work already
+                    tensor.record_stream(self.stream)
+
+
+def _behind(stream: torch.cuda.Stream, other: torch.cuda.Stream, event: torch.cuda.Event | None) -> None:
+    """What `stream` is given from now on comes behind all that `other` has been given. An event may be recorded again at once, for a wait
+    is for what it stood for then; in a graph each has its own."""
+    event = torch.cuda.Event() if event is None else event
+    event.record(other)
+    stream.wait_event(event)
 
 
 def _joined(stream: torch.cuda.Stream) -> bool:

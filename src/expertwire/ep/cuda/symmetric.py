@@ -75,6 +75,8 @@ class DeviceBytes:
 
     def whole(self) -> torch.Tensor:
         """All of it as bytes."""
+        if not self.length:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
         if self.device.type == "cpu":  # memory of the host, in Triton's interpreter
             memory = (ctypes.c_char * self.length).from_address(self.address)
             memory.owner = self  # type: ignore[attr-defined]
