@@ -98,7 +98,7 @@ void LibfabricProvider::send_counted() {
             continue;
         }
         if (peer->move == Peer::Move::answering || peer->move == Peer::Move::unheard) {  // not where it was any more
-            counted_->postpone();
+            put_off(*peer) ? counted_->sent() : counted_->postpone();
             continue;
         }
         const std::uint32_t bounce = free_bounces_.back();
@@ -109,7 +109,7 @@ void LibfabricProvider::send_counted() {
         std::memcpy(buffer, &header, sizeof(header));
         std::memcpy(buffer + sizeof(header), out->bytes.data(), out->bytes.size());
         const ssize_t outcome = send_word(current_, *peer, {buffer, sizeof(header) + out->bytes.size()}, bounce);
-        if (passes(outcome)) {
+        if (passes(outcome) && !put_off(*peer)) {
             counted_->postpone();
             return;
         }

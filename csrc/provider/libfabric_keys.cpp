@@ -81,7 +81,8 @@ void LibfabricProvider::ask_for_keys() {
             message.sender = instance_;
             outcome = send_word(current_, *peers_[remote.peer.value], {});
         }
-        (outcome == -FI_EAGAIN ? unasked_ : asked_).push_back(id);  // an error: it is asked again at the next beat
+        // An error, or a peer that is lost: it is asked again at the next beat.
+        (outcome == -FI_EAGAIN && !put_off(*peers_[remote.peer.value]) ? unasked_ : asked_).push_back(id);
     }
 }
 

@@ -322,6 +322,7 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     by_instance_.erase(entry->instance);
     removed_instances_.insert(entry->instance);
     entry->removed = true;
+    take_what_was_put_off();  // what waits for this one is given up by the next poll
     end_unanswered(*entry);
     if (counted_) counted_->leave(peer);
     std::erase_if(retired_, [&](const std::unique_ptr<Peer>& old) { return old->in_flight == 0; });
@@ -393,6 +394,8 @@ void LibfabricProvider::close() {
     peers_.clear();
     by_instance_.clear();
     remotes_.clear();
+    put_off_notices_.clear();
+    put_off_answers_.clear();
     unasked_.clear();
     asked_.clear();
     wait_fd_ = -1;

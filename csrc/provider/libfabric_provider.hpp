@@ -36,11 +36,14 @@ struct Peer {
     // what we have on its way to the old ones drains, then we say so on every path there, then we go over to the new
     // ones. Operations are posted to a settled peer only.
     enum class Move : std::uint8_t { unheard, settled, draining, answering };
+    // lost: held dead, or it has left; a stopped one may wake, so that what is to be said to it is kept.
+    enum class Hope : std::uint8_t { live, lost };
     std::uint64_t instance = 0;
     std::vector<fi_addr_t> addresses;  // one for each of its endpoints
     std::uint32_t in_flight = 0;       // operations whose contexts libfabric still owns
     bool removed = false;
     Move move = Move::unheard;
+    Hope hope = Hope::live;
     std::uint64_t move_number = 0;           // how often it has replaced its endpoints, as far as is known here
     std::uint64_t next_number = 0;           // of the move that `last_words` tell of
     std::uint32_t last_words = 0;            // that have come from its old endpoints
@@ -141,6 +144,7 @@ class LibfabricProvider final : public Provider {
     ControlResult add_peer(PeerId peer, std::span<const std::byte> address) override;
     ControlResult remove_peer(PeerId peer) override;
     void forsake_peer(PeerId peer) override;
+    void expect_nothing_of(PeerId peer) override;
     ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
 
     bool replaces_endpoints() const override { return replaceable(); }
@@ -211,6 +215,9 @@ class LibfabricProvider final : public Provider {
     Status apply_signal(const MessageHeader& message);
     void answer_received(const MessageHeader& message, std::span<Completion> completions, std::size_t& count);
     bool answerable(const Peer& peer) const;
+    bool put_off(const Peer& peer) const { return peer.hope == Peer::Hope::lost; }
+    void take_what_was_put_off();
+    bool has_something_to_say() const;
     void send_answers();
     void send_notices();
     void post_receives();
@@ -289,6 +296,8 @@ class LibfabricProvider final : public Provider {
     std::vector<OperationContext*>
         held_answers_;  // revocations of regions that operations of ours are still on their way to
     std::deque<MessageHeader> unsent_notices_;  // revocations; `sender` holds the receiver until they leave
+    std::deque<MessageHeader> put_off_notices_;  // to who is lost: for the next greet_peers()
+    std::deque<OperationContext*> put_off_answers_;
     std::deque<RemoteRegionId> unasked_;        // their keys are to be asked about …
     std::deque<RemoteRegionId> asked_;          // … and these have been, in that order
     // A message of a peer that has added us before we have added it.

@@ -178,6 +178,7 @@ void LibfabricProvider::tell_unmoved() {
 
 void LibfabricProvider::greet_peers() {
     for (Ungreeted& each : ungreeted_) each.sent = false;
+    take_what_was_put_off();
     ask_again();
 }
 
@@ -186,11 +187,13 @@ void LibfabricProvider::greet() {
     for (Ungreeted& each : ungreeted_) {
         if (each.sent || free_notices_.empty()) continue;
         Peer& peer = *peers_[by_instance_.at(each.instance).value];
-        if (peer.moves()) continue;
+        if (peer.moves() && !put_off(peer)) continue;
         // It is told by the last words on the old paths, and must not go over before they have come.
         const bool told = std::any_of(unmoved_.begin(), unmoved_.end(),
                                       [&](const Unmoved& unmoved) { return unmoved.instance == each.instance; });
-        each.sent = told || send_word(current_, peer, word_about(half_of(current_), MessageKind::greeting)) == 0;
+        each.sent = told || peer.moves() ||
+                    send_word(current_, peer, word_about(half_of(current_), MessageKind::greeting)) == 0 ||
+                    put_off(peer);
     }
 }
 

@@ -76,6 +76,10 @@ class Provider {
     // It is being removed: what only its answer would end has failed (peer_dead). Again in every turn of a removal.
     virtual void forsake_peer(PeerId) {}
 
+    // It is held dead, or has left, until it is removed. What is still to be said to it is tried at greet_peers() only,
+    // and keeps nobody awake.
+    virtual void expect_nothing_of(PeerId) {}
+
     // Data plane.
     // Class C: the peer counts what comes from here. False: not yet, or not now; it may have to be asked, so ask again.
     virtual bool counts(PeerId) { return false; }
