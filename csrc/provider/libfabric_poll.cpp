@@ -123,7 +123,7 @@ void LibfabricProvider::complete(OperationContext& context, Status status, int c
     }
     if (context.region != nullptr) --context.region->in_flight;
     // A counted write is on its way there until it was acknowledged.
-    if (context.remote.valid() && !context.immediate) --remotes_[context.remote.value].in_flight;
+    if (context.remote.valid() && !context.immediate) --remotes_[row_of(context.remote)].in_flight;
     if (status != Status::ok || context.peer->removed) uncount(context);
     if (context.state == State::posted_unanswered && status == Status::ok) {
         if (context.peer->removed) {
