@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 from vllm_check import model
 from vllm_check.checks import Finding, alive, body_of, external
 from vllm_check.relay import Relay
-from vllm_check.servers import Place, Process, Proxy, Server, Stage, Toy, running
+from vllm_check.servers import Place, Process, Proxy, Stage, Toy, running
 
 FIGURES = {  # of its result: ours
     "request_throughput": ("requests_per_s", "/s"),
@@ -103,39 +102,26 @@ def _failed_in_openai(stage: Stage, port: int, requests: int) -> int:
         return sum(pool.map(fails, range(requests)))
 
 
-def side_by_side(place: Place, rounds: int, requests: int, concurrency: int) -> list[tuple[str, list[Finding]]]:
+def side_by_side(place: Place, stages: dict[str, Stage], rounds: int, requests: int, concurrency: int) -> list[tuple[str, list[Finding]]]:
     """NIXL behind vLLM's example proxy, NIXL behind ours, ours behind ours: in turn, round by round; medians, with the least and largest.
 
-    Both pairs of servers run all the while; the one that is not asked is idle. Every round has prompts of its own.
+    All servers run all the while; those that are not asked are idle. Every round has prompts of its own.
     """
-    pairs = {
-        kv: (Server(place, f"beside_{kv}_prefill", "kv_producer", kv), Server(place, f"beside_{kv}_decode", "kv_consumer", kv))
-        for kv in ("nixl", "ours")
-    }
+    toys: list[Process] = []
     proxies: dict[str, Process] = {}
-    if place.toy is not None:
-        proxies["nixl behind vLLM's example proxy"] = Toy(place, "beside_toy", [pairs["nixl"][0]], [pairs["nixl"][1]])
-    proxies["nixl behind ours"] = Proxy(place, "beside_nixl_proxy", [pairs["nixl"][0]], [pairs["nixl"][1]])
-    proxies["ours behind ours"] = Proxy(place, "beside_ours_proxy", [pairs["ours"][0]], [pairs["ours"][1]])
+    if place.toy is not None and "nixl" in stages:
+        toys = [Toy(place, "beside_toy", stages["nixl"].prefill, stages["nixl"].decode)]
+        proxies["nixl behind vLLM's example proxy"] = toys[0]
+    proxies |= {f"{kv} behind ours": found.proxy for kv, found in stages.items()}
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in proxies}
-    with contextlib.ExitStack() as stack:
-        for servers in pairs.values():  # a pair at a time: a start takes all of a small machine
-            stack.enter_context(running(servers))
-        stack.enter_context(running(list(proxies.values())))
+    with running(toys):
         for round_number in range(rounds + 1):  # the first is a warm-up
             names = list(proxies)
             shift = round_number % len(names)
             for name in names[shift:] + names[:shift]:
                 size = requests if round_number else max(concurrency, requests // 4)
                 seed = 100 + 10 * round_number + names.index(name)
-                found = bench(
-                    place,
-                    proxies[name].port,
-                    f"beside_{names.index(name)}_{round_number}",
-                    requests=size,
-                    concurrency=concurrency,
-                    seed=seed,
-                )
+                found = bench(place, proxies[name].port, f"beside_{seed}", requests=size, concurrency=concurrency, seed=seed)
                 if round_number:
                     results[name].append(found)
     return [(name, _medians(found)) for name, found in results.items()]
