@@ -14,12 +14,13 @@ from pathlib import Path
 
 from expertwire.cli.report import Report, RowStatus
 from vllm_check import bench, checks, experts, model, scan
-from vllm_check.checks import Finding
+from vllm_check.checks import Finding, MissingError
 from vllm_check.servers import Place, Server, Stage, running, stages
 
 KINDS = ("nixl", "ours")
-PARTS = (*checks.PLAIN, "crowd", "counted", *checks.FAULTS, "two_and_two", "ranks", "experts", "beside")
-USUAL = tuple(part for part in PARTS if part not in ("beside", "ranks"))
+LOADS = ("crowd", "counted", "aiperf")
+PARTS = (*checks.PLAIN, *LOADS, *checks.FAULTS, "two_and_two", "ranks", "experts", "beside")
+USUAL = tuple(part for part in PARTS if part not in ("beside", "ranks", "aiperf"))
 
 
 def arguments() -> argparse.Namespace:
@@ -65,6 +66,9 @@ class Run:
         good = True
         try:
             self.add(part, kv, body(), time.monotonic() - begun)
+        except MissingError as error:
+            self.report.add(part, None, "", RowStatus.SKIPPED, part=part, kv=kv, why=str(error))
+            print(f"{kv:5} {part:14} skipped: {error}", flush=True)
         except Exception as error:
             traceback.print_exc()
             good = False
@@ -81,13 +85,14 @@ def on_a_pair(run: Run, found: Stage, parts: Sequence[str]) -> bool:
         **checks.PLAIN,
         "crowd": lambda found: bench.crowd(found, run.options.requests, run.options.concurrency),
         "counted": bench.counted,
+        "aiperf": bench.aiperf,
         **checks.FAULTS,
     }
     logs = [process.log for process in (*found.servers, found.proxy)]
     for part in parts:
         if part not in run.options.parts:
             continue
-        clean = None if part in checks.FAULTS or part == "counted" else logs  # those that break something leave signs of it
+        clean = None if part in (*checks.FAULTS, "counted", "aiperf") else logs  # those that break something leave signs of it
         body = bodies[part]
         if not run.part(part, found.kv, lambda body=body: body(found), clean):  # type: ignore[misc]
             return False
@@ -106,7 +111,7 @@ def everything(run: Run) -> None:
     with running([single]):
         if parts - {"experts", "two_and_two", "ranks"}:
             with stages(place, options.kv, single) as found:
-                well = [kv for kv in options.kv if on_a_pair(run, found[kv], (*checks.PLAIN, "crowd", "counted"))]
+                well = [kv for kv in options.kv if on_a_pair(run, found[kv], (*checks.PLAIN, *LOADS))]
                 if "beside" in parts:
                     beside(run, found)
                 for kv in well:

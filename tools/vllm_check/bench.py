@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from vllm_check import model
-from vllm_check.checks import Finding, alive, body_of, external
+from vllm_check.checks import SOURCES, Finding, MissingError, alive, body_of
 from vllm_check.relay import Relay
 from vllm_check.servers import Place, Process, Proxy, Stage, Toy, running
 
@@ -45,15 +49,20 @@ def bench(place: Place, port: int, name: str, *, requests: int, concurrency: int
     return found
 
 
+def _computed_by_decode(stage: Stage) -> float:
+    """Tokens of prompts; the rest was pulled, or pulled before."""
+    return sum(server.metric(SOURCES, source="local_compute") for server in stage.decode)
+
+
 def crowd(stage: Stage, requests: int, concurrency: int) -> list[Finding]:
     """All of many succeed, each pulled its blocks, and everything is well after it."""
-    before = external(stage)
+    before = _computed_by_decode(stage)
     found = bench(stage.place, stage.proxy.port, f"{stage.kv}_crowd", requests=requests, concurrency=concurrency, seed=1)
-    pulled = (external(stage) - before) / max(1, found["total_input_tokens"])
+    computed = (_computed_by_decode(stage) - before) / max(1, found["total_input_tokens"])
     return [
         Finding("bench_completed", found["completed"], found["completed"] == requests, f"of {requests}"),
         Finding("bench_failed", found["failed"], found["failed"] == 0, f"of {requests}"),
-        Finding("share_of_prompts_pulled", pulled, pulled > 0.9, "", f"{pulled}"),
+        Finding("share_of_prompts_computed_by_decode", computed, computed < 0.05, "", f"{computed}"),
         *(Finding(f"bench_{ours}", found[theirs], True, unit) for theirs, (ours, unit) in FIGURES.items()),
         *alive(stage),
     ]
@@ -61,16 +70,27 @@ def crowd(stage: Stage, requests: int, concurrency: int) -> list[Finding]:
 
 def counted(stage: Stage, requests: int = 400, faults: int = 12) -> list[Finding]:
     """With k failures injected before D `vllm bench serve` counts k, streaming as it does; OpenAI's client likewise without streaming."""
-    findings = []
-    for name, ask_all in (("bench", _failed_in_bench), ("openai", _failed_in_openai)):
-        with Relay(stage.decode[0].name, stage.decode[0].port, faults=faults, skip=requests // 10, every=requests // faults // 2) as relay:
-            proxy = Proxy(stage.place, f"{stage.kv}_counted_{name}_proxy", stage.prefill, [_Behind(relay)])
-            with running([proxy]):
-                failed = ask_all(stage, proxy.port, requests)
-        made = sum(relay.failed.values())
-        good = failed == made == faults
-        findings.append(Finding(f"failures_counted_by_{name}", failed, good, f"of {faults}", f"{made} were made: {relay.failed}"))
-    return findings
+    return [
+        _counted(stage, name, ask_all, requests, faults) for name, ask_all in (("bench", _failed_in_bench), ("openai", _failed_in_openai))
+    ]
+
+
+def aiperf(stage: Stage, requests: int = 128, faults: int = 8) -> list[Finding]:
+    """The same of aiperf, streaming and not. Raises `MissingError` where it is not installed."""
+    return [
+        _counted(stage, f"aiperf_{name}", functools.partial(_failed_in_aiperf, streaming), requests, faults)
+        for name, streaming in (("streaming", ["--streaming"]), ("whole", []))
+    ]
+
+
+def _counted(stage: Stage, name: str, ask_all: Callable[[Stage, int, int], int], requests: int, faults: int) -> Finding:
+    """`ask_all` sends so many requests to a port, and says how many failed, −1 where they do not add up."""
+    with Relay(stage.decode[0].name, stage.decode[0].port, faults=faults, skip=requests // 10, every=requests // faults // 2) as relay:
+        proxy = Proxy(stage.place, f"{stage.kv}_counted_{name}_proxy", stage.prefill, [_Behind(relay)])
+        with running([proxy]):
+            failed = ask_all(stage, proxy.port, requests)
+    made = sum(relay.failed.values())
+    return Finding(f"failures_counted_by_{name}", failed, failed == made == faults, f"of {faults}", f"{made} were made: {relay.failed}")
 
 
 class _Behind(Process):
@@ -83,6 +103,24 @@ class _Behind(Process):
 def _failed_in_bench(stage: Stage, port: int, requests: int) -> int:
     found = bench(stage.place, port, f"{stage.kv}_counted", requests=requests, concurrency=32, seed=2)
     return int(found["failed"]) if found["completed"] + found["failed"] == requests else -1
+
+
+def _failed_in_aiperf(streaming: list[str], stage: Stage, port: int, requests: int) -> int:
+    program = os.environ.get("AIPERF") or shutil.which("aiperf")
+    if program is None:
+        raise MissingError("aiperf is not installed: pip install aiperf in an environment of its own, AIPERF=its program")
+    folder = stage.place.folder / f"{stage.kv}_aiperf{len(streaming)}"
+    command = [
+        program, "profile", "--model", model.NAME, "--url", f"http://127.0.0.1:{port}", "--endpoint-type", "chat", *streaming,
+        "--tokenizer", f"./{stage.place.model.name}", "--concurrency", "16", "--request-count", str(requests),
+        "--synthetic-input-tokens-mean", str(INPUT_TOKENS), "--output-tokens-mean", str(OUTPUT_TOKENS),
+        "--extra-inputs", "ignore_eos:true", "--artifact-dir", str(folder), "--ui", "none",
+    ]  # fmt: skip
+    with (stage.place.folder / f"{folder.name}.log").open("wb") as file:  # of a tokenizer it takes no absolute path
+        subprocess.run(command, cwd=stage.place.folder, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False)
+    found = json.loads((folder / "profile_export_aiperf.json").read_text())
+    good, bad = (int((found.get(name) or {}).get("avg", 0)) for name in ("request_count", "error_request_count"))
+    return bad if good + bad == requests else -1
 
 
 def _failed_in_openai(stage: Stage, port: int, requests: int) -> int:
