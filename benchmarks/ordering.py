@@ -79,7 +79,7 @@ def open_endpoints(args: argparse.Namespace, rank: int, nbytes: int) -> dict[str
     settings = Settings(provider=args.provider, interface=args.address)
     found = {}
     for kind, ordering in CLASSES.items():
-        endpoint = Endpoint(rank, 2, replace(settings, ordering=ordering), counters=1)
+        endpoint = Endpoint(rank, 2, replace(settings, ordering=ordering, trust_immediates=True), counters=1)
         found[kind] = (endpoint, endpoint.region("data", nbytes))
     return found
 

@@ -40,6 +40,7 @@ ProviderSettings settings_from(const nb::dict& options) {
                         : order == "counted" ? OrderingWish::counted
                                              : OrderingWish::automatic;
     settings.trust_order = nb::cast<bool>(options.get("trust_order", nb::bool_(false)));
+    settings.trust_immediates = nb::cast<bool>(options.get("trust_immediates", nb::bool_(false)));
     settings.rendezvous = nb::cast<std::string>(options.get("rendezvous", nb::str("")));
     return settings;
 }
@@ -137,6 +138,7 @@ nb::list provider_table_rows() {
         row["plain_completion_gates"] = rules.plain_completion_gates;
         row["prefers_counting"] = rules.prefers_counting;
         row["immediates_missing"] = rules.immediates_missing;
+        row["immediates_unsafe"] = rules.immediates_unsafe;
         row["binds_ip_address"] = rules.binds_ip_address;
         row["reports_death"] = rules.reports_death;
         row["keeps_addresses"] = rules.keeps_addresses;

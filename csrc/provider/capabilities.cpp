@@ -35,13 +35,20 @@ OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettin
     if (std::string proof = order_proof(granted, settings, rules); !proof.empty()) {
         return {OrderingClass::ordered, true, std::move(proof)};
     }
+    const bool safe = *rules.immediates_unsafe == '\0' || settings.trust_immediates;
+    const bool counts = granted.immediates && safe;
     const bool gates = granted.delivery_complete && rules.delivery_complete_kept;
     if (settings.ordering == OrderingWish::counted) {
+        if (granted.immediates && !safe) {
+            return {OrderingClass::counted_immediates, false,
+                    std::string("counted immediates were asked for, and ") + rules.immediates_unsafe +
+                        "; leave ordering at auto, or set EXPERTWIRE_TRUST_IMMEDIATES=1 where that may happen"};
+        }
         return {OrderingClass::counted_immediates, granted.immediates,
                 granted.immediates ? "counted immediates were asked for"
                                    : "counted immediates were asked for, and it has none of 4 bytes (fi_rma(3))"};
     }
-    if (gates && granted.immediates && rules.prefers_counting && settings.ordering == OrderingWish::automatic) {
+    if (gates && counts && rules.prefers_counting && settings.ordering == OrderingWish::automatic) {
         return {
             OrderingClass::counted_immediates, true,
             "no order is proved: the target counts writes, which costs less here than to wait for delivery-complete"};
@@ -55,7 +62,7 @@ OrderingVerdict classify_order(const GrantedOrder& granted, const ProviderSettin
     }
     const std::string missing = rules.delivery_complete_kept ? "no delivery-complete (fi_cq(3))"
                                                              : "a delivery-complete that means no more than sent";
-    if (granted.immediates) {
+    if (counts) {
         return {OrderingClass::counted_immediates, true,
                 "no order is proved and " + missing + ": the target counts writes"};
     }

@@ -41,7 +41,8 @@ enum class OrderingWish : std::uint8_t { automatic, gated, counted };
 // What the user and the provider's own environment ask for. Read from the environment in fabric/config.py only.
 struct ProviderSettings {
     DeliveryComplete delivery_complete = DeliveryComplete::automatic;
-    bool trust_order = false;  // EXPERTWIRE_TRUST_ORDER=1
+    bool trust_order = false;       // EXPERTWIRE_TRUST_ORDER=1
+    bool trust_immediates = false;  // EXPERTWIRE_TRUST_IMMEDIATES=1
     OrderingWish ordering = OrderingWish::automatic;
     std::string rendezvous;  // FI_CXI_RDZV_* as found, "NAME=VALUE …", "" where none is set
 };

@@ -27,6 +27,7 @@ struct ProviderRules {
     bool plain_completion_gates;     // an ordinary completion will do instead
     bool prefers_counting;           // class C where class B would do: it was measured, and everything has run with it
     const char* immediates_missing;  // what a write with immediate data lacks here; "" where it works as it comes
+    const char* immediates_unsafe;   // what one may cost its target; "" where nothing. EXPERTWIRE_TRUST_IMMEDIATES=1
     bool binds_ip_address;           // its source is an IP address; else the domain names the NIC
     bool reports_death;              // operations to a dead peer end in errors
     bool keeps_addresses;            // of removed peers: address_book.hpp says why

@@ -26,6 +26,7 @@ def test_everything_given() -> None:
         "EXPERTWIRE_SYNC_WRITES": "1",
         "EXPERTWIRE_DELIVERY_COMPLETE": "1",
         "EXPERTWIRE_TRUST_ORDER": "1",
+        "EXPERTWIRE_TRUST_IMMEDIATES": "1",
         "EXPERTWIRE_TIMEOUT_MS": "500",
         "EXPERTWIRE_HARD_TIMEOUT_MS": "900",
         "EXPERTWIRE_PROVIDER": "tcp;ofi_rxm",
@@ -47,7 +48,13 @@ def test_everything_given() -> None:
     assert set(made.given()) == set(given)
     assert (made.node_of, made.hard_timeout(), made.sync_writes) == ((0, 0, 1), 900, True)
     rendezvous = "FI_CXI_RDZV_THRESHOLD=0 FI_CXI_RDZV_GET_MIN=1 FI_CXI_RDZV_EAGER_SIZE=2 FI_CXI_RDZV_PROTO=alt_read"
-    assert made.provider_settings() == {"delivery_complete": "1", "trust_order": True, "rendezvous": rendezvous, "ordering": "auto"}
+    assert made.provider_settings() == {
+        "delivery_complete": "1",
+        "trust_order": True,
+        "trust_immediates": True,
+        "rendezvous": rendezvous,
+        "ordering": "auto",
+    }
     assert Settings().provider_settings()["rendezvous"] == ""
 
 

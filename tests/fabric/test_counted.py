@@ -17,7 +17,7 @@ from fabric.test_replacement import FAILED, both, stopped
 from fabric.test_replacement import SETTINGS as IMPATIENT
 from fabric.test_torture import TIGHT
 
-COUNTED = dataclasses.replace(TCP, ordering="counted")
+COUNTED = dataclasses.replace(TCP, ordering="counted", trust_immediates=True)
 ALONE = dataclasses.replace(COUNTED, delivery_complete="0")  # as where the provider has none: every write is acknowledged
 EVERY = pytest.mark.parametrize("settings", [COUNTED, ALONE], ids=["beside", "alone"])
 BACK_AND_FORTH = 60
@@ -72,7 +72,7 @@ def test_what_only_the_answer_of_one_who_is_removed_would_end_ends_with_the_remo
 
 
 def test_endpoints_are_replaced_with_counted_writes_on_their_way() -> None:
-    settings = dataclasses.replace(IMPATIENT, ordering="counted")
+    settings = dataclasses.replace(IMPATIENT, ordering="counted", trust_immediates=True)
     with ranks(3, settings) as group:
         both(group, bodies.exchange_rounds, 0, 5)
         group[0].call(bodies.connect, 2)
@@ -88,7 +88,7 @@ def test_endpoints_are_replaced_with_counted_writes_on_their_way() -> None:
 
 
 def test_a_source_killed_in_the_middle_comes_back_as_another_and_counts_from_nothing() -> None:
-    settings = dataclasses.replace(IMPATIENT, ordering="counted")
+    settings = dataclasses.replace(IMPATIENT, ordering="counted", trust_immediates=True)
     with ranks(3, settings) as group:
         group.all(bodies.barrier_with_all)
         both(group, bodies.exchange_rounds, 0, 5)

@@ -70,10 +70,21 @@ def test_counted_immediates_where_they_cost_less_or_are_asked_for() -> None:
         expected = "counted_immediates" if name.partition(";")[0] in cheaper else "delivery_gated"
         assert policy(name, **plain)["ordering"] == expected
         assert policy(name, {"ordering": "gated"}, **plain)["ordering"] == "delivery_gated"
-        counted = policy(name, {"ordering": "counted"}, **plain)
+        counted = policy(name, {"ordering": "counted", "trust_immediates": True}, **plain)
         assert (counted["ordering"], counted["safe"], counted["delivery_complete"]) == ("counted_immediates", True, True)
     assert not policy("tcp", {"ordering": "counted"}, **{**plain, "immediates": False})["safe"]
     assert policy("verbs", {"ordering": "gated"}, **{**plain, "send_after_write": False})["ordering"] == "counted_immediates"
+
+
+def test_immediates_that_may_end_their_target_are_counted_only_where_that_is_said() -> None:
+    """A rank of the soak died of it: libfabric's rxm reads address 0 where such a write breaks off."""
+    granted = {"delivery_complete": True, "atomics": True, "immediates": True}
+    refused = policy("tcp;ofi_rxm", {"ordering": "counted"}, **granted)
+    assert not refused["safe"]
+    assert "takes its target along" in refused["why"]
+    assert "EXPERTWIRE_TRUST_IMMEDIATES=1" in refused["why"]
+    assert not policy("tcp;ofi_rxm", **{**granted, "delivery_complete": False})["safe"]
+    assert policy("efa", {"ordering": "counted"}, **granted)["safe"]
 
 
 def test_a_provider_without_a_row_is_gated_or_not_used() -> None:

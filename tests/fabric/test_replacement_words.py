@@ -118,7 +118,7 @@ def no_more_descriptors() -> Iterator[None]:
 def test_an_answer_that_finds_no_descriptor_for_its_connection_leaves_later(setup: Setup, what: str) -> None:
     """It goes over the endpoint that has just been opened in place of that which was written to. It was forgotten, and so the peer
     waited for it until it held us dead."""
-    counted = {"ordering": "counted", "delivery_complete": "0"} if what == "write" else {}
+    counted = {"ordering": "counted", "trust_immediates": True, "delivery_complete": "0"} if what == "write" else {}
     with known_to_each_other(setup, **counted) as (ours, theirs):
         if what == "write":  # until we have told it its number
             end = time.monotonic() + DEADLINE_S

@@ -19,11 +19,7 @@ CONCURRENCY = 8
 TOKENS = 24
 REFUSED = (500, 502, 503, 504)  # what a client may be told when a server has died
 SHORT_LEASE_S = 8
-SOURCES = "vllm:prompt_tokens_by_source_total"
-
-
-class MissingError(Exception):
-    """What a part needs is not here; the message says what."""
+EXTERNAL = "vllm:prompt_tokens_by_source_total"
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def tokens(stage: Stage) -> list[Finding]:
 
 def external(stage: Stage) -> float:
     """Tokens of prompts that decode servers had from prefill servers, by their own metric."""
-    return sum(server.metric(SOURCES, source="external_kv_transfer") for server in stage.decode)
+    return sum(server.metric(EXTERNAL, source="external_kv_transfer") for server in stage.decode)
 
 
 def choices(stage: Stage) -> list[Finding]:

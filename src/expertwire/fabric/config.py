@@ -90,6 +90,13 @@ class Settings:
     trust_order: bool = _variable(
         "EXPERTWIRE_TRUST_ORDER", _flag, False, exchanged=True, note="1: believe the order that shm and cxi advertise"
     )
+    trust_immediates: bool = _variable(
+        "EXPERTWIRE_TRUST_IMMEDIATES",
+        _flag,
+        False,
+        exchanged=True,
+        note="1: count immediates also where a writer's death may end its target",
+    )
     timeout_ms: int = _variable(
         "EXPERTWIRE_TIMEOUT_MS", _integer(1, TIMEOUT_MS_MAX), DEFAULT_TIMEOUT_MS, exchanged=True, note="deadline of every wait, ms"
     )
@@ -210,6 +217,7 @@ class Settings:
         return {
             "delivery_complete": self.delivery_complete,
             "trust_order": self.trust_order,
+            "trust_immediates": self.trust_immediates,
             "ordering": self.ordering,
             "rendezvous": " ".join(f"{name}={value}" for name, value in self.given().items() if name.startswith("FI_CXI_RDZV_")),
         }

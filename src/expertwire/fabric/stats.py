@@ -63,7 +63,6 @@ class Statistics:
     regions: int
     region_bytes: int
     peers: int
-    remote_regions: int
 
     @classmethod
     def from_native(cls, rows: Mapping[str, int]) -> Statistics:

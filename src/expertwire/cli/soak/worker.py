@@ -161,6 +161,7 @@ class Worker:
             delivery_complete=delivery_complete,
             ordering=self.setup.ordering_off if delivery_complete == "0" and self.setup.ordering_off != "auto" else settings.ordering,
             max_outstanding=plan.pressure(self.setup.seed, self.rank, self._incarnation),
+            trust_immediates=True,  # nothing is cut off here where they may end a target: _leave_and_return
             timeout_ms=settings.timeout_ms if "EXPERTWIRE_TIMEOUT_MS" in settings.given() else TIMEOUT_MS,
         )
         counting = ", counted" if settings.ordering == "counted" else ""
@@ -233,8 +234,10 @@ class Worker:
             self._incarnation += 1
             self._open()
         else:
+            # A counted write that breaks off ends its target over libfabric's rxm (docs/counted_immediates.md).
+            breaking = 0 if self._delivery_complete() == "0" and self.setup.ordering_off == "counted" else CUT_OFF_WRITES
             chunk = Chunk(self._regions["send"], "unread", SINK_BYTES, 0, self.rank * SINK_BYTES, LANES)
-            for _ in range(CUT_OFF_WRITES):
+            for _ in range(breaking):
                 try:
                     cut_off.append(self.endpoint.submit("write", leaver, [chunk]))
                 except PeerError:  # its farewell was heard first

@@ -113,4 +113,5 @@ def combine(
                 sum_weights(state, positions, weights_out, first, tokens, R, GROUP, TOPK, KP)
             for one in range(first, tl.minimum(first + GROUP, tokens)):
                 sum_row(state, positions, out, bias0, bias1, one, R, HIDDEN, BLOCK, ALIGN, BIASES)
-    finish(state, R, RP)
+    if good:
+        finish(state, R, RP)
