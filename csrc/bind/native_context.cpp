@@ -89,11 +89,12 @@ void take_word(const nb::dict& options, const char* key, T& field,
 
 runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, const nb::dict& options) {
     static constexpr const char* known[] = {
-        "provider",    "libraries",        "source_address",    "domain",          "signal_path",  "delivery_complete",
-        "trust_order", "rendezvous",       "max_outstanding",   "lanes",           "requests_max", "counters",
-        "timeout_ms",  "hard_timeout_ms",  "heartbeat_ms",      "silence_ms",      "sync_writes",  "liveness",
-        "endpoints",   "bulk_chunk_bytes", "bulk_window",       "bulk_hold_us",    "ordering",     "independent",
-        "regions_max", "operations_max",   "notifications_max", "trust_immediates"};
+        "provider",          "libraries",         "source_address",     "domain",          "signal_path",
+        "delivery_complete", "trust_order",       "rendezvous",         "max_outstanding", "lanes",
+        "requests_max",      "counters",          "timeout_ms",         "hard_timeout_ms", "heartbeat_ms",
+        "silence_ms",        "sync_writes",       "liveness",           "endpoints",       "bulk_chunk_bytes",
+        "bulk_window",       "bulk_hold_us",      "ordering",           "independent",     "regions_max",
+        "operations_max",    "notifications_max", "remote_regions_max", "trust_immediates"};
     for (auto [key, value] : options) {
         const std::string name = text(key);
         if (std::none_of(std::begin(known), std::end(known), [&](const char* word) { return name == word; }))
@@ -128,6 +129,7 @@ runtime::ContextOptions read_options(std::uint32_t rank, std::uint32_t size, con
     take_option(options, "counters", result.counters);
     take_option(options, "independent", result.independent);
     take_option(options, "regions_max", result.regions_max);
+    take_option(options, "remote_regions_max", result.remote_regions_max);
     take_option(options, "operations_max", result.operations_max);
     take_option(options, "notifications_max", result.notifications_max);
     take_ms(options, "timeout_ms", result.timeout_ns);
@@ -528,7 +530,7 @@ void bind_context(nb::module_& module) {
         "hard_timeout_ms, heartbeat_ms, silence_ms, "
         "sync_writes,\n"
         "liveness ('auto', 'heartbeat'), endpoints, bulk_chunk_bytes, bulk_window, bulk_hold_us, operations_max, "
-        "regions_max, notifications_max,\n"
+        "regions_max, remote_regions_max, notifications_max,\n"
         "independent (peers are no job: each numbers the others as it likes).\n"
         "Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.");
     bind_regions(cls);

@@ -358,6 +358,7 @@ void bind_replacement(nb::class_<ProviderProbe>& type) {
                 probe.provider().announce_replacement(told);
             },
             nb::arg("peer"))
+        .def("greet_peers", [](P& probe) { probe.provider().greet_peers(); })
         .def(
             "unmoved_peers",
             [](P& probe) {
@@ -414,6 +415,8 @@ void bind_probe(nb::module_& module) {
             },
             nb::arg("peer"), nb::arg("address"))
         .def("fence_peer", [](P& probe, std::uint32_t peer) { probe.provider().fence_peer(PeerId{peer}); })
+        .def("expect_nothing_of",
+             [](P& probe, std::uint32_t peer) { probe.provider().expect_nothing_of(PeerId{peer}); })
         .def(
             "remove_peer", [](P& probe, std::uint32_t peer) { check(probe.provider().remove_peer(PeerId{peer})); },
             nb::arg("peer"))

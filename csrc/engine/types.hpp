@@ -21,6 +21,21 @@ using RemoteRegionId = Id<struct RemoteTag>;  // a region that a peer announced
 using QueuePairId = Id<struct QueuePairTag>;  // an ordered lane, ours
 using EndpointId = Id<struct EndpointTag>;    // libfabric's endpoint
 
+// The number of a remote region is its row in a table, and above that how often the row had held another before.
+constexpr std::uint32_t remote_row_bits = 20;
+constexpr std::uint32_t remote_rows_max = 1u << remote_row_bits;
+constexpr std::uint32_t remote_generations =
+    (1u << (32 - remote_row_bits)) - 1;  // the last one is of the invalid number
+constexpr std::uint32_t row_of(RemoteRegionId id) {
+    return id.value & (remote_rows_max - 1);
+}
+constexpr std::uint32_t generation_of(RemoteRegionId id) {
+    return id.value >> remote_row_bits;
+}
+constexpr RemoteRegionId remote_region_id(std::uint32_t row, std::uint32_t generation) {
+    return {(generation << remote_row_bits) | row};
+}
+
 using TimeNs = std::uint64_t;  // time is an argument everywhere below runtime/: no clock is read there
 
 // A slot and the generation it was reserved under. A ticket of an older generation names nothing any more.

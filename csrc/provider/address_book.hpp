@@ -30,7 +30,27 @@ class AddressBook {
 
     std::size_t kept() const { return kept_.size(); }
 
-    // 0, or libfabric's negative error; -FI_ENOSPC where it keeps what it has and takes no more.
+    // 0, or libfabric's negative error; -FI_ENOSPC where it keeps what it has and takes no more. All or none: where one
+    // fails those before it are given back. Kept ones stay, for who comes under them again.
+    int insert(std::span<const std::span<const std::byte>> names, std::vector<fi_addr_t>& found) {
+        for (const std::span<const std::byte> name : names) {
+            fi_addr_t address = FI_ADDR_UNSPEC;
+            if (const int code = insert(name, address); code != 0) {
+                remove(found);
+                return code;
+            }
+            found.push_back(address);
+        }
+        return 0;
+    }
+
+    // They are empty afterwards.
+    void remove(std::vector<fi_addr_t>& addresses) {
+        if (!keeps_ && !addresses.empty()) fi_av_remove(vector_.get(), addresses.data(), addresses.size(), 0);
+        addresses.clear();
+    }
+
+  private:
     int insert(std::span<const std::byte> name, fi_addr_t& found) {
         const std::string key(reinterpret_cast<const char*>(name.data()), name.size());
         if (const auto kept = kept_.find(key); kept != kept_.end()) {
@@ -43,13 +63,6 @@ class AddressBook {
         return 0;
     }
 
-    // They are empty afterwards.
-    void remove(std::vector<fi_addr_t>& addresses) {
-        if (!keeps_ && !addresses.empty()) fi_av_remove(vector_.get(), addresses.data(), addresses.size(), 0);
-        addresses.clear();
-    }
-
-  private:
     Handle<fid_av> vector_;
     bool keeps_ = false;
     std::map<std::string, fi_addr_t> kept_;

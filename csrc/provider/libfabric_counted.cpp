@@ -45,7 +45,7 @@ std::optional<ssize_t> LibfabricProvider::post_counting(const PostCommand& comma
     header.kind = MessageKind::counted;
     header.sender = instance_;
     std::memcpy(buffer, &header, sizeof(header));
-    const RegionKey& key = remotes_[command.remote.value].key;
+    const RegionKey& key = remotes_[row_of(command.remote)].key;
     const CountedSignal signal{command.ticket.pack(), key.region, key.registration, command.remote_offset,
                                command.operand};
     const std::span<std::byte> room(buffer + sizeof(header), message_bytes_ - sizeof(header));
@@ -80,7 +80,7 @@ void LibfabricProvider::counting_ended() {
             context.state = State::answered;
             continue;
         }
-        if (write) --remotes_[context.remote.value].in_flight;
+        if (write) --remotes_[row_of(context.remote)].in_flight;
         context.state = State::idle;
         immediate_.push_back({context.ticket, end.status, context.level, 0});
     }
@@ -98,7 +98,7 @@ void LibfabricProvider::send_counted() {
             continue;
         }
         if (peer->move == Peer::Move::answering || peer->move == Peer::Move::unheard) {  // not where it was any more
-            counted_->postpone();
+            put_off(*peer) ? counted_->sent() : counted_->postpone();
             continue;
         }
         const std::uint32_t bounce = free_bounces_.back();
@@ -109,7 +109,7 @@ void LibfabricProvider::send_counted() {
         std::memcpy(buffer, &header, sizeof(header));
         std::memcpy(buffer + sizeof(header), out->bytes.data(), out->bytes.size());
         const ssize_t outcome = send_word(current_, *peer, {buffer, sizeof(header) + out->bytes.size()}, bounce);
-        if (passes(outcome)) {
+        if (passes(outcome) && !put_off(*peer)) {
             counted_->postpone();
             return;
         }
@@ -124,7 +124,7 @@ void LibfabricProvider::uncount(OperationContext& context) {
     const auto peer = by_instance_.find(context.peer->instance);
     if (peer != by_instance_.end()) counted_->abandon_write(peer->second, *context.immediate);
     context.immediate.reset();
-    if (context.remote.valid()) --remotes_[context.remote.value].in_flight;
+    if (context.remote.valid()) --remotes_[row_of(context.remote)].in_flight;
 }
 
 }  // namespace expertwire::fabric

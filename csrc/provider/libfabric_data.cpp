@@ -11,8 +11,9 @@ PostResult LibfabricProvider::refuse(Status status) {
 }
 
 std::optional<Status> LibfabricProvider::check_remote(const PostCommand& command) const {
-    if (command.remote.value >= remotes_.size()) return Status::bad_key;
-    const RemoteRegion& remote = remotes_[command.remote.value];
+    const RemoteRegion* const known = remote_of(command.remote);
+    if (known == nullptr) return Status::bad_key;
+    const RemoteRegion& remote = *known;
     if (remote.state != RemoteRegion::State::known && remote.state != RemoteRegion::State::asked)
         return Status::bad_key;
     if (remote.peer != command.peer) return Status::bad_key;
@@ -46,7 +47,7 @@ std::optional<Status> LibfabricProvider::check(const PostCommand& command) const
 bool LibfabricProvider::awaits_key(const PostCommand& command) const {
     const bool by_key =
         command.kind == OpKind::signal ? capabilities_.remote_atomics : command.kind != OpKind::notification;
-    return by_key && remotes_[command.remote.value].state == RemoteRegion::State::asked;
+    return by_key && remotes_[row_of(command.remote)].state == RemoteRegion::State::asked;
 }
 
 PostResult LibfabricProvider::post(const PostCommand& command) {
@@ -97,7 +98,7 @@ PostResult LibfabricProvider::posted(ssize_t outcome, const PostCommand& command
         ++in_flight_[context.endpoint];
         ++context.peer->in_flight;
         if (context.region != nullptr) ++context.region->in_flight;
-        if (context.remote.valid()) ++remotes_[context.remote.value].in_flight;
+        if (context.remote.valid()) ++remotes_[row_of(context.remote)].in_flight;
         ++counters_.posted;
         return {};
     }
@@ -112,7 +113,7 @@ PostResult LibfabricProvider::posted(ssize_t outcome, const PostCommand& command
 
 ssize_t LibfabricProvider::post_rma(const PostCommand& command, OperationContext& context) {
     LocalRegion& local = *objects_->regions[command.local.value];
-    const RegionKey& key = remotes_[command.remote.value].key;
+    const RegionKey& key = remotes_[row_of(command.remote)].key;
     iovec piece{local.spec.address + command.local_offset, command.bytes};
     fi_rma_iov target{key.base + command.remote_offset, command.bytes, key.key};
     void* descriptor = local.descriptor;
@@ -134,7 +135,7 @@ ssize_t LibfabricProvider::post_rma(const PostCommand& command, OperationContext
 }
 
 ssize_t LibfabricProvider::post_atomic(const PostCommand& command, OperationContext& context) {
-    const RegionKey& key = remotes_[command.remote.value].key;
+    const RegionKey& key = remotes_[row_of(command.remote)].key;
     context.operand = command.operand;
     fi_ioc piece{&context.operand, 1};
     fi_rma_ioc target{key.base + command.remote_offset, 1, key.key};
@@ -154,7 +155,7 @@ ssize_t LibfabricProvider::post_atomic(const PostCommand& command, OperationCont
 }
 
 ssize_t LibfabricProvider::post_signal_message(const PostCommand& command, OperationContext& context) {
-    const RegionKey& key = remotes_[command.remote.value].key;
+    const RegionKey& key = remotes_[row_of(command.remote)].key;
     context.message = {};
     context.message.kind = MessageKind::signal;
     context.message.sender = instance_;

@@ -64,24 +64,26 @@ bool LibfabricProvider::is_ours(const MessageHeader& inquiry) const {
 
 // Only a peer that is settled knows us: another would drop the question.
 bool LibfabricProvider::may_ask(RemoteRegionId id) const {
-    const RemoteRegion& remote = remotes_[id.value];
-    return remote.state == RemoteRegion::State::asked && peers_[remote.peer.value]->move == Peer::Move::settled;
+    const RemoteRegion* const remote = remote_of(id);
+    return remote != nullptr && remote->state == RemoteRegion::State::asked &&
+           peers_[remote->peer.value]->move == Peer::Move::settled;
 }
 
 void LibfabricProvider::ask_for_keys() {
     for (std::size_t left = std::min(kAskedAtOnce, unasked_.size()); left > 0 && !free_notices_.empty(); --left) {
         const RemoteRegionId id = unasked_.front();
         unasked_.pop_front();
-        const RemoteRegion& remote = remotes_[id.value];
-        if (remote.state != RemoteRegion::State::asked) continue;  // removed, revoked
+        const RemoteRegion* const remote = remote_of(id);
+        if (remote == nullptr || remote->state != RemoteRegion::State::asked) continue;  // removed, revoked
         ssize_t outcome = -FI_EAGAIN;
         if (may_ask(id)) {
             MessageHeader& message = objects_->notices[free_notices_.back()].message;
-            message = inquiry_of(remote.key);
+            message = inquiry_of(remote->key);
             message.sender = instance_;
-            outcome = send_word(current_, *peers_[remote.peer.value], {});
+            outcome = send_word(current_, *peers_[remote->peer.value], {});
         }
-        (outcome == -FI_EAGAIN ? unasked_ : asked_).push_back(id);  // an error: it is asked again at the next beat
+        // An error, or a peer that is lost: it is asked again at the next beat.
+        (outcome == -FI_EAGAIN && !put_off(*peers_[remote->peer.value]) ? unasked_ : asked_).push_back(id);
     }
 }
 
@@ -94,13 +96,13 @@ void LibfabricProvider::ask_again() {
 void LibfabricProvider::key_answered(const MessageHeader& message) {
     const PeerId peer = by_instance_.at(message.sender);
     const auto about = [&](RemoteRegionId id) {
-        const RemoteRegion& remote = remotes_[id.value];
-        return remote.peer == peer && key_fields(inquiry_of(remote.key)) == key_fields(message);
+        const RemoteRegion* const remote = remote_of(id);
+        return remote != nullptr && remote->peer == peer && key_fields(inquiry_of(remote->key)) == key_fields(message);
     };
     for (std::deque<RemoteRegionId>* list : {&asked_, &unasked_}) {
         const auto found = std::find_if(list->begin(), list->end(), about);
         if (found == list->end()) continue;
-        RemoteRegion& remote = remotes_[found->value];
+        RemoteRegion& remote = *remote_of(*found);
         if (remote.state == RemoteRegion::State::asked)  // else revoked since
             remote.state = message.status == Status::ok ? RemoteRegion::State::known : RemoteRegion::State::revoked;
         list->erase(found);

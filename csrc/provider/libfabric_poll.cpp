@@ -123,7 +123,7 @@ void LibfabricProvider::complete(OperationContext& context, Status status, int c
     }
     if (context.region != nullptr) --context.region->in_flight;
     // A counted write is on its way there until it was acknowledged.
-    if (context.remote.valid() && !context.immediate) --remotes_[context.remote.value].in_flight;
+    if (context.remote.valid() && !context.immediate) --remotes_[row_of(context.remote)].in_flight;
     if (status != Status::ok || context.peer->removed) uncount(context);
     if (context.state == State::posted_unanswered && status == Status::ok) {
         if (context.peer->removed) {
@@ -279,9 +279,10 @@ void LibfabricProvider::send_notices() {
             unsent_notices_.pop_front();
             continue;
         }
-        if (peers_[receiver->second.value]->move != Peer::Move::settled) {  // not to its old endpoint any more
-            unsent_notices_.push_back(unsent_notices_.front());
-            unsent_notices_.pop_front();
+        if (const Peer& peer = *peers_[receiver->second.value]; peer.move != Peer::Move::settled) {
+            (put_off(peer) ? put_off_notices_ : unsent_notices_).push_back(unsent_notices_.front());
+            unsent_notices_.pop_front();  // not to its old endpoint any more
+            if (put_off(peer)) continue;
             return;
         }
         OperationContext& notice = objects_->notices[free_notices_.back()];
@@ -293,8 +294,10 @@ void LibfabricProvider::send_notices() {
             fi_send(objects_->endpoints[current_].get(), &notice.message, sizeof(notice.message),
                     descriptor(objects_->notice_registration), address_of(*notice.peer, 0), &notice.fi);
         if (passes(outcome)) {  // behind the others: one unreachable peer must not hold them up
-            unsent_notices_.push_back(unsent_notices_.front());
+            const bool lost = put_off(*notice.peer);
+            (lost ? put_off_notices_ : unsent_notices_).push_back(unsent_notices_.front());
             unsent_notices_.pop_front();
+            if (lost) continue;
             return;
         }
         unsent_notices_.pop_front();
@@ -326,9 +329,10 @@ void LibfabricProvider::send_answers() {
             unsent_answers_.pop_front();
             continue;
         }
-        if (!answerable(*peers_[sender->second.value])) {
-            unsent_answers_.push_back(&answer);
+        if (const Peer& peer = *peers_[sender->second.value]; !answerable(peer)) {
+            (put_off(peer) ? put_off_answers_ : unsent_answers_).push_back(&answer);
             unsent_answers_.pop_front();
+            if (put_off(peer)) continue;
             return;
         }
         answer.peer = peers_[sender->second.value].get();
@@ -340,8 +344,10 @@ void LibfabricProvider::send_answers() {
                     address_of(*answer.peer, answer.endpoint), &answer.fi);
         if (passes(outcome)) {  // behind the others: one unreachable peer must not hold them up
             answer.message.sender = answer.peer->instance;
-            unsent_answers_.push_back(&answer);
+            const bool lost = put_off(*answer.peer);
+            (lost ? put_off_answers_ : unsent_answers_).push_back(&answer);
             unsent_answers_.pop_front();
+            if (lost) continue;
             return;
         }
         unsent_answers_.pop_front();
@@ -353,6 +359,29 @@ void LibfabricProvider::send_answers() {
         ++in_flight_[answer.endpoint];
         ++answer.peer->in_flight;
     }
+}
+
+void LibfabricProvider::expect_nothing_of(PeerId peer) {
+    if (objects_ && peer.value < peers_.size() && peers_[peer.value]) peers_[peer.value]->hope = Peer::Hope::lost;
+}
+
+// Each message to who is lost is tried once more. One that is refused does not end a poll's round: it is put off again.
+void LibfabricProvider::take_what_was_put_off() {
+    unsent_notices_.insert(unsent_notices_.end(), put_off_notices_.begin(), put_off_notices_.end());
+    unsent_answers_.insert(unsent_answers_.end(), put_off_answers_.begin(), put_off_answers_.end());
+    put_off_notices_.clear();
+    put_off_answers_.clear();
+}
+
+// Beside what is in the queues of messages: greetings, questions, words of those that move.
+bool LibfabricProvider::has_something_to_say() const {
+    const auto lost = [&](std::uint64_t instance) {
+        const auto found = by_instance_.find(instance);
+        return found != by_instance_.end() && put_off(*peers_[found->second.value]);
+    };
+    return std::any_of(moving_.begin(), moving_.end(), [&](std::uint64_t each) { return !lost(each); }) ||
+           std::any_of(ungreeted_.begin(), ungreeted_.end(), [&](const Ungreeted& each) { return !each.sent; }) ||
+           std::any_of(unasked_.begin(), unasked_.end(), [&](RemoteRegionId id) { return may_ask(id); });
 }
 
 void LibfabricProvider::post_receives() {
@@ -375,10 +404,7 @@ void LibfabricProvider::post_receives() {
 bool LibfabricProvider::may_sleep() {
     if (!objects_ || !immediate_.empty() || !unsent_answers_.empty() || !unsent_notices_.empty()) return false;
     if (counted_ && !(counted_->idle() && counted_->ended().empty())) return false;
-    if (replacing_ || !moving_.empty()) return false;
-    if (std::any_of(ungreeted_.begin(), ungreeted_.end(), [](const Ungreeted& each) { return !each.sent; }))
-        return false;
-    if (std::any_of(unasked_.begin(), unasked_.end(), [&](RemoteRegionId id) { return may_ask(id); })) return false;
+    if (replacing_ || has_something_to_say()) return false;
     const auto known = [&](const Early& early) { return by_instance_.contains(early.sender); };
     if (std::any_of(early_.begin(), early_.end(), known)) return false;
     if (wait_fd_ < 0) return true;  // shm has no fi_trywait for a queue without a wait object: calling it crashes

@@ -11,7 +11,7 @@
 namespace expertwire::fabric {
 namespace {
 
-constexpr std::uint32_t kEndpointsMax = 64, kNameBytesMax = 512, kIdsMax = 1u << 20;
+constexpr std::uint32_t kEndpointsMax = 64, kIdsMax = 1u << 20;
 constexpr std::uint32_t kSendBuffers = 64, kWords = 4;  // for each half: moved, greeting
 
 std::string number(std::uint64_t value) {
@@ -261,6 +261,12 @@ ControlResult LibfabricProvider::name_of(std::uint32_t endpoint, std::vector<std
     return {};
 }
 
+NameFormat LibfabricProvider::name_format() const {
+    std::vector<std::byte> name;
+    const bool text = info_->addr_format == FI_ADDR_STR;
+    return {name_of(current_, name).ok() ? name.size() : 0, text};
+}
+
 ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte> address) {
     if (!objects_) return {Status::closed, 0, "add_peer: the provider was closed"};
     if (peer.value >= kIdsMax) return invalid("peer id " + number(peer.value) + " is not below " + number(kIdsMax));
@@ -280,26 +286,16 @@ ControlResult LibfabricProvider::add_peer(PeerId peer, std::span<const std::byte
     auto entry = std::make_unique<Peer>();
     entry->instance = header.instance;
     entry->move_number = header.replacements;
-    std::span<const std::byte> rest = address.subspan(sizeof(header));
-    for (std::uint32_t index = 0; index < header.endpoints; ++index) {
-        std::uint32_t length = 0;
-        if (rest.size() < sizeof(length)) return invalid(what + "truncated");
-        std::memcpy(&length, rest.data(), sizeof(length));
-        rest = rest.subspan(sizeof(length));
-        if (length > kNameBytesMax || rest.size() < length) return invalid(what + "truncated");
-        fi_addr_t found = FI_ADDR_UNSPEC;
-        const int code = objects_->addresses.insert(rest.first(length), found);
-        if (code == -FI_ENOSPC) {
-            return {
-                Status::refused, 0,
+    const EndpointNames names = split_names(address.subspan(sizeof(header)), header.endpoints, name_format());
+    if (!names.wrong.empty()) return invalid(what + names.wrong);
+    const int code = objects_->addresses.insert(names.names, entry->addresses);
+    if (code == -FI_ENOSPC) {
+        return {Status::refused, 0,
                 "peer " + number(peer.value) + ": \"" + capabilities_.provider +
                     "\" takes no more addresses than the " + number(objects_->addresses.kept()) +
                     " that this endpoint has met in its life (it keeps those of removed peers): make a new endpoint"};
-        }
-        if (code != 0) return failure(*library_, "fi_av_insert(peer " + number(peer.value) + ")", code);
-        entry->addresses.push_back(found);
-        rest = rest.subspan(length);
     }
+    if (code != 0) return failure(*library_, "fi_av_insert(peer " + number(peer.value) + ")", code);
     by_instance_[header.instance] = peer;
     // Who receives no messages cannot be told anything.
     if (header.instance == instance_ || options_.receive_buffers == 0) entry->move = Peer::Move::settled;
@@ -322,6 +318,7 @@ ControlResult LibfabricProvider::remove_peer(PeerId peer) {
     by_instance_.erase(entry->instance);
     removed_instances_.insert(entry->instance);
     entry->removed = true;
+    take_what_was_put_off();  // what waits for this one is given up by the next poll
     end_unanswered(*entry);
     if (counted_) counted_->leave(peer);
     std::erase_if(retired_, [&](const std::unique_ptr<Peer>& old) { return old->in_flight == 0; });
@@ -355,11 +352,9 @@ void LibfabricProvider::free_peer(Peer& peer) {
 
 ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) {
     if (!objects_) return {Status::closed, 0, "add_remote_region: the provider was closed"};
-    if (id.value >= kIdsMax)
-        return invalid("remote region id " + number(id.value) + " is not below " + number(kIdsMax));
     if (peer.value >= peers_.size() || !peers_[peer.value])
         return invalid("peer " + number(peer.value) + " is not known");
-    RemoteRegion region{.peer = peer, .key = {}, .state = RemoteRegion::State::asked, .in_flight = 0};
+    RemoteRegion region{.id = id, .peer = peer, .key = {}, .state = RemoteRegion::State::asked, .in_flight = 0};
     if (key.size() != sizeof(region.key)) {
         return invalid("key of a region of peer " + number(peer.value) + ": " + number(key.size()) +
                        " bytes instead of " + number(sizeof(region.key)));
@@ -367,10 +362,11 @@ ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId i
     std::memcpy(&region.key, key.data(), sizeof(region.key));
     if (region.key.magic != RegionKey{}.magic)
         return invalid("key of a region of peer " + number(peer.value) + " is not one of this version's");
-    if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
-    RemoteRegion& old = remotes_[id.value];
-    if (old.state != RemoteRegion::State::unknown && old.peer != peer) {
-        return {Status::refused, 0, "remote region " + number(id.value) + " belongs to peer " + number(old.peer.value)};
+    if (remotes_.size() <= row_of(id)) remotes_.resize(row_of(id) + 1);
+    RemoteRegion& old = remotes_[row_of(id)];
+    if (old.state != RemoteRegion::State::unknown && (old.peer != peer || old.id != id)) {
+        return {Status::refused, 0,
+                "remote region " + number(row_of(id)) + " belongs to peer " + number(old.peer.value)};
     }
     region.in_flight = old.in_flight;
     // Who receives no messages cannot be asked.
@@ -380,6 +376,10 @@ ControlResult LibfabricProvider::add_remote_region(PeerId peer, RemoteRegionId i
     old = region;
     if (region.state == RemoteRegion::State::asked) unasked_.push_back(id);
     return {};
+}
+
+void LibfabricProvider::forget_remote_region(RemoteRegionId id) {
+    if (RemoteRegion* const region = objects_ ? remote_of(id) : nullptr) region->state = RemoteRegion::State::unknown;
 }
 
 void LibfabricProvider::close() {
@@ -393,6 +393,8 @@ void LibfabricProvider::close() {
     peers_.clear();
     by_instance_.clear();
     remotes_.clear();
+    put_off_notices_.clear();
+    put_off_answers_.clear();
     unasked_.clear();
     asked_.clear();
     wait_fd_ = -1;

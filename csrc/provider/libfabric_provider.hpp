@@ -15,6 +15,7 @@
 
 #include "provider/address_book.hpp"
 #include "provider/counted.hpp"
+#include "provider/endpoint_names.hpp"
 #include "provider/libfabric_objects.hpp"
 
 namespace expertwire::fabric {
@@ -36,11 +37,14 @@ struct Peer {
     // what we have on its way to the old ones drains, then we say so on every path there, then we go over to the new
     // ones. Operations are posted to a settled peer only.
     enum class Move : std::uint8_t { unheard, settled, draining, answering };
+    // lost: held dead, or it has left; a stopped one may wake, so that what is to be said to it is kept.
+    enum class Hope : std::uint8_t { live, lost };
     std::uint64_t instance = 0;
     std::vector<fi_addr_t> addresses;  // one for each of its endpoints
     std::uint32_t in_flight = 0;       // operations whose contexts libfabric still owns
     bool removed = false;
     Move move = Move::unheard;
+    Hope hope = Hope::live;
     std::uint64_t move_number = 0;           // how often it has replaced its endpoints, as far as is known here
     std::uint64_t next_number = 0;           // of the move that `last_words` tell of
     std::uint32_t last_words = 0;            // that have come from its old endpoints
@@ -93,11 +97,12 @@ struct LocalRegion {
 };
 
 struct RemoteRegion {
+    RemoteRegionId id;
     PeerId peer;
     RegionKey key;
     // asked → known or revoked: whose it is says whether the key is one of its own. Posts wait for that.
     enum class State : std::uint8_t { unknown, asked, known, revoked } state = State::unknown;
-    std::uint32_t in_flight = 0;
+    std::uint32_t in_flight = 0;  // of what its row held before, too
 };
 
 // What one endpoint receives messages with.
@@ -141,7 +146,9 @@ class LibfabricProvider final : public Provider {
     ControlResult add_peer(PeerId peer, std::span<const std::byte> address) override;
     ControlResult remove_peer(PeerId peer) override;
     void forsake_peer(PeerId peer) override;
+    void expect_nothing_of(PeerId peer) override;
     ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
+    void forget_remote_region(RemoteRegionId id) override;
 
     bool replaces_endpoints() const override { return replaceable(); }
     ControlResult open_replacement(EndpointId old_endpoint, EndpointId& fresh) override;
@@ -165,6 +172,7 @@ class LibfabricProvider final : public Provider {
     ControlResult open_messages();
     ControlResult open_message_set(std::uint32_t endpoint);
     ControlResult open_endpoint(std::uint32_t index);
+    NameFormat name_format() const;
     ControlResult name_of(std::uint32_t endpoint, std::vector<std::byte>& name) const;
     ControlResult register_memory(const void* address, std::size_t bytes, std::uint64_t access, Handle<fid_mr>& handle);
     void free_peer(Peer& peer);
@@ -211,6 +219,9 @@ class LibfabricProvider final : public Provider {
     Status apply_signal(const MessageHeader& message);
     void answer_received(const MessageHeader& message, std::span<Completion> completions, std::size_t& count);
     bool answerable(const Peer& peer) const;
+    bool put_off(const Peer& peer) const { return peer.hope == Peer::Hope::lost; }
+    void take_what_was_put_off();
+    bool has_something_to_say() const;
     void send_answers();
     void send_notices();
     void post_receives();
@@ -221,6 +232,14 @@ class LibfabricProvider final : public Provider {
     void ask_for_keys();
     void ask_again();
     bool may_ask(RemoteRegionId id) const;
+    // Null: given back, or never added.
+    RemoteRegion* remote_of(RemoteRegionId id) {
+        RemoteRegion* const row = row_of(id) < remotes_.size() ? &remotes_[row_of(id)] : nullptr;
+        return row != nullptr && row->id == id && row->state != RemoteRegion::State::unknown ? row : nullptr;
+    }
+    const RemoteRegion* remote_of(RemoteRegionId id) const {
+        return const_cast<LibfabricProvider*>(this)->remote_of(id);
+    }
     void key_answered(const MessageHeader& message);
     void start_revoking(LocalRegion& region, std::uint32_t id);
     void revoked_there(const MessageHeader& message);
@@ -288,9 +307,11 @@ class LibfabricProvider final : public Provider {
     std::deque<OperationContext*> unsent_answers_;    // wait for room to be sent
     std::vector<OperationContext*>
         held_answers_;  // revocations of regions that operations of ours are still on their way to
-    std::deque<MessageHeader> unsent_notices_;  // revocations; `sender` holds the receiver until they leave
-    std::deque<RemoteRegionId> unasked_;        // their keys are to be asked about …
-    std::deque<RemoteRegionId> asked_;          // … and these have been, in that order
+    std::deque<MessageHeader> unsent_notices_;   // revocations; `sender` holds the receiver until they leave
+    std::deque<MessageHeader> put_off_notices_;  // to who is lost: for the next greet_peers()
+    std::deque<OperationContext*> put_off_answers_;
+    std::deque<RemoteRegionId> unasked_;  // their keys are to be asked about …
+    std::deque<RemoteRegionId> asked_;    // … and these have been, in that order
     // A message of a peer that has added us before we have added it.
     struct Early {
         OperationContext* receive = nullptr;
@@ -303,7 +324,7 @@ class LibfabricProvider final : public Provider {
     std::vector<std::unique_ptr<Peer>> retired_;  // removed, with operations still in flight
     std::unordered_map<std::uint64_t, PeerId> by_instance_;
     std::unordered_set<std::uint64_t> removed_instances_;
-    std::vector<RemoteRegion> remotes_;  // by RemoteRegionId
+    std::vector<RemoteRegion> remotes_;  // by row of RemoteRegionId
     std::unique_ptr<Counting> counted_;  // class C
 
     // Our own replacement.

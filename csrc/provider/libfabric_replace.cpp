@@ -13,12 +13,6 @@
 #include "provider/libfabric_provider.hpp"
 
 namespace expertwire::fabric {
-namespace {
-
-constexpr std::size_t kNameBytesMax = 512;
-
-}  // namespace
-
 // With MR_ENDPOINT a region ends with the endpoint that it is bound to.
 bool LibfabricProvider::replaceable() const {
     return (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0;
@@ -178,6 +172,7 @@ void LibfabricProvider::tell_unmoved() {
 
 void LibfabricProvider::greet_peers() {
     for (Ungreeted& each : ungreeted_) each.sent = false;
+    take_what_was_put_off();
     ask_again();
 }
 
@@ -186,11 +181,13 @@ void LibfabricProvider::greet() {
     for (Ungreeted& each : ungreeted_) {
         if (each.sent || free_notices_.empty()) continue;
         Peer& peer = *peers_[by_instance_.at(each.instance).value];
-        if (peer.moves()) continue;
+        if (peer.moves() && !put_off(peer)) continue;
         // It is told by the last words on the old paths, and must not go over before they have come.
         const bool told = std::any_of(unmoved_.begin(), unmoved_.end(),
                                       [&](const Unmoved& unmoved) { return unmoved.instance == each.instance; });
-        each.sent = told || send_word(current_, peer, word_about(half_of(current_), MessageKind::greeting)) == 0;
+        each.sent = told || peer.moves() ||
+                    send_word(current_, peer, word_about(half_of(current_), MessageKind::greeting)) == 0 ||
+                    put_off(peer);
     }
 }
 
@@ -251,7 +248,7 @@ void LibfabricProvider::release(OperationContext& context) {
     --context.peer->in_flight;
     if (context.role == OperationContext::Role::submission) {
         if (context.region != nullptr) --context.region->in_flight;
-        if (context.remote.valid() && !counted) --remotes_[context.remote.value].in_flight;
+        if (context.remote.valid() && !counted) --remotes_[row_of(context.remote)].in_flight;
     }
     if (context.bounce != OperationContext::kNone)
         free_bounces_.push_back(std::exchange(context.bounce, OperationContext::kNone));
@@ -259,25 +256,6 @@ void LibfabricProvider::release(OperationContext& context) {
 }
 
 // ---- a peer's replacement
-
-namespace {
-
-// Names, each behind its u32 length; nothing where they are malformed.
-std::vector<std::span<const std::byte>> split_names(std::span<const std::byte> bytes) {
-    std::vector<std::span<const std::byte>> names;
-    while (!bytes.empty()) {
-        std::uint32_t length = 0;
-        if (bytes.size() < sizeof(length)) return {};
-        std::memcpy(&length, bytes.data(), sizeof(length));
-        bytes = bytes.subspan(sizeof(length));
-        if (length == 0 || length > kNameBytesMax || bytes.size() < length) return {};
-        names.push_back(bytes.first(length));
-        bytes = bytes.subspan(length);
-    }
-    return names;
-}
-
-}  // namespace
 
 void LibfabricProvider::peer_moved(const MessageHeader& message, std::span<const std::byte> bytes) {
     Peer& peer = *peers_[by_instance_.at(message.sender).value];
@@ -328,17 +306,11 @@ void LibfabricProvider::peer_greets(Peer& peer, const MessageHeader& message, st
     answer_greeting(peer);
 }
 
-// The addresses of next_number. False: they are not as many as it had.
+// The addresses of next_number. False: they are not as many as it had, or not of this network.
 bool LibfabricProvider::insert_names(Peer& peer, std::span<const std::byte> bytes) {
-    const auto names = split_names(bytes);
+    const EndpointNames names = split_names(bytes, peer.addresses.size(), name_format());
     std::vector<fi_addr_t> found;
-    for (const std::span<const std::byte> name : names) {
-        fi_addr_t address = FI_ADDR_UNSPEC;
-        if (objects_->addresses.insert(name, address) != 0) break;
-        found.push_back(address);
-    }
-    if (names.size() != peer.addresses.size() || found.size() != names.size()) {
-        objects_->addresses.remove(found);
+    if (!names.wrong.empty() || objects_->addresses.insert(names.names, found) != 0) {
         ++counters_.dropped_messages;
         return false;
     }

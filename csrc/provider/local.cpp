@@ -349,11 +349,7 @@ ControlResult LocalProvider::remove_peer(PeerId peer) {
     if (!open_now()) return {Status::closed, 0, "remove_peer: the provider was closed"};
     if (peer.value >= peers_.size() || !peers_[peer.value])
         return invalid("peer " + number(peer.value) + " is not known");
-    for (std::size_t index = copies_.size(); index-- > 0;) {
-        if (copies_[index].command.peer != peer) continue;
-        finish(copies_[index].command, Status::aborted);
-        copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(index));
-    }
+    end_copies(Status::aborted, [&](const PostCommand& command) { return command.peer == peer; });
     for (auto& remote : remotes_) {
         if (remote && remote->peer == peer) remote.reset();
     }
@@ -362,14 +358,27 @@ ControlResult LocalProvider::remove_peer(PeerId peer) {
     return {};
 }
 
+void LocalProvider::end_copies(Status status, const std::function<bool(const PostCommand&)>& which) {
+    for (std::size_t index = copies_.size(); index-- > 0;) {
+        if (!which(copies_[index].command)) continue;
+        finish(copies_[index].command, status);
+        copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(index));
+    }
+}
+
+void LocalProvider::forget_remote_region(RemoteRegionId id) {
+    if (remote_of(id) == nullptr) return;
+    end_copies(Status::bad_key, [&](const PostCommand& command) { return command.remote == id; });
+    remotes_[row_of(id)].reset();
+}
+
 ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> bytes) {
     if (!open_now()) return {Status::closed, 0, "add_remote_region: the provider was closed"};
-    if (id.value >= kIdsMax)
-        return invalid("remote region id " + number(id.value) + " is not below " + number(kIdsMax));
     if (peer.value >= peers_.size() || !peers_[peer.value])
         return invalid("peer " + number(peer.value) + " is not known");
     const Address& owner = peers_[peer.value]->address;
     auto remote = std::make_unique<RemoteRegion>();
+    remote->id = id;
     remote->peer = peer;
     const std::string what = "region of peer " + number(peer.value);
     if (bytes.size() != sizeof(Key))
@@ -380,11 +389,13 @@ ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, s
         key.bytes > kCopyBytesMax)
         return invalid("key of a " + what + " is not one of this version's");
     for (const auto& copy : copies_) {
-        if (copy.command.remote == id) return {Status::refused, 0, "remote region " + number(id.value) + " is in use"};
+        if (copy.command.remote == id)
+            return {Status::refused, 0, "remote region " + number(row_of(id)) + " is in use"};
     }
-    if (remotes_.size() <= id.value) remotes_.resize(id.value + 1);
-    if (remotes_[id.value] && remotes_[id.value]->peer != peer)
-        return {Status::refused, 0, "remote region " + number(id.value) + " belongs to another peer"};
+    if (remotes_.size() <= row_of(id)) remotes_.resize(row_of(id) + 1);
+    const RemoteRegion* const old = remotes_[row_of(id)].get();
+    if (old != nullptr && (old->peer != peer || old->id != id))
+        return {Status::refused, 0, "remote region " + number(row_of(id)) + " belongs to another peer"};
     if (key.fd < 0 && (key.address == 0 || key.bytes > ~key.address))
         return invalid("key of a " + what + " names no memory that can be");
     remote->is = look_up(*peers_[peer.value], key);
@@ -393,7 +404,7 @@ ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, s
                 "key of a " + what + " names other memory than its owner has registered under that number"};
     if (key.fd < 0 || remote->is == KeyIs::stale) {
         if (key.fd < 0 && !may_attach(*peers_[peer.value])) return cannot_attach(what, *peers_[peer.value]);
-        remotes_[id.value] = std::move(remote);
+        remotes_[row_of(id)] = std::move(remote);
         return {};
     }
     const File file = open_of(owner.pid, key.fd);
@@ -403,7 +414,7 @@ ControlResult LocalProvider::add_remote_region(PeerId peer, RemoteRegionId id, s
     if (!holds(file.get(), key.offset + key.bytes)) return {Status::refused, 0, what + " is shorter than its key says"};
     remote->mapping = Mapping::of(file.get(), key.offset, key.bytes);
     if (!remote->mapping) return failed("mmap of a " + what, errno);
-    remotes_[id.value] = std::move(remote);
+    remotes_[row_of(id)] = std::move(remote);
     return {};
 }
 

@@ -56,8 +56,9 @@ std::optional<Status> LocalProvider::check(const PostCommand& command) const {
         if (command.bytes > options_.notification_bytes_max) return Status::out_of_range;
         return command.bytes != 0 && command.payload == nullptr ? std::optional(Status::invalid) : std::nullopt;
     }
-    if (command.remote.value >= remotes_.size() || !remotes_[command.remote.value]) return Status::bad_key;
-    const RemoteRegion& remote = *remotes_[command.remote.value];
+    const RemoteRegion* const known = remote_of(command.remote);
+    if (known == nullptr) return Status::bad_key;
+    const RemoteRegion& remote = *known;
     if (remote.is != KeyIs::published || remote.peer != command.peer ||
         (remote.key.access & (command.kind == OpKind::read ? 2u : 1u)) == 0)
         return Status::bad_key;
@@ -126,7 +127,7 @@ Copied LocalProvider::attached(const Peer& peer, std::uint64_t there, std::byte*
 }
 
 Copied LocalProvider::copy(const PostCommand& command, std::uint64_t done, std::uint64_t bytes) {
-    const RemoteRegion& remote = *remotes_[command.remote.value];
+    const RemoteRegion& remote = *remotes_[row_of(command.remote)];
     const Peer& peer = *peers_[command.peer.value];
     const Use use(peer, remote.key);
     if (!use) return {Status::bad_key, 0};
@@ -144,7 +145,7 @@ Copied LocalProvider::copy(const PostCommand& command, std::uint64_t done, std::
 
 Status LocalProvider::signal(const PostCommand& command) {
     Peer& peer = *peers_[command.peer.value];
-    const RemoteRegion& remote = *remotes_[command.remote.value];
+    const RemoteRegion& remote = *remotes_[row_of(command.remote)];
     if (!remote.mapping) return Status::invalid;  // words that are added to are mapped
     {
         const Use use(peer, remote.key);

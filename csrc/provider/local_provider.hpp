@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -79,6 +80,7 @@ struct LocalRegion {
 enum class KeyIs : std::uint8_t { published, stale, forged };
 
 struct RemoteRegion {
+    RemoteRegionId id;
     PeerId peer;
     Key key;
     KeyIs is = KeyIs::stale;
@@ -127,6 +129,7 @@ class LocalProvider final : public Provider {
     void fence_peer(PeerId peer) override;
     bool stands_in(PeerId peer, RegionId id) override;
     ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) override;
+    void forget_remote_region(RemoteRegionId id) override;
     PostResult post(const PostCommand& command) override;
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
     int wait_fd() const override { return socket_.get(); }
@@ -134,13 +137,20 @@ class LocalProvider final : public Provider {
     ProviderCounters counters() const override { return counters_; }
     void close() override;
     std::byte* mapped(RemoteRegionId id) const {
-        return id.value < remotes_.size() && remotes_[id.value] ? remotes_[id.value]->mapping.data() : nullptr;
+        const RemoteRegion* const remote = remote_of(id);
+        return remote != nullptr ? remote->mapping.data() : nullptr;
     }
 
   private:
     Mailbox& mailbox() const { return *reinterpret_cast<Mailbox*>(mailbox_.data()); }
     bool open_now() const { return static_cast<bool>(mailbox_); }
     std::optional<Status> check(const PostCommand& command) const;
+    // Null: given back, or never added.
+    const RemoteRegion* remote_of(RemoteRegionId id) const {
+        const RemoteRegion* const row = row_of(id) < remotes_.size() ? remotes_[row_of(id)].get() : nullptr;
+        return row != nullptr && row->id == id ? row : nullptr;
+    }
+    void end_copies(Status status, const std::function<bool(const PostCommand&)>& which);
     PostResult refuse(Status status, int code = 0);
     void publish(const Key& key);
     static KeyIs look_up(const Peer& peer, const Key& key);
@@ -173,7 +183,7 @@ class LocalProvider final : public Provider {
     std::vector<std::uint32_t> free_slots_;
     std::vector<std::unique_ptr<LocalRegion>> regions_;
     std::vector<std::unique_ptr<Peer>> peers_;
-    std::vector<std::unique_ptr<RemoteRegion>> remotes_;
+    std::vector<std::unique_ptr<RemoteRegion>> remotes_;  // by row of RemoteRegionId
     std::deque<Copy> copies_;
     std::deque<Completion> done_;
     std::vector<std::byte> datagram_;

@@ -67,6 +67,8 @@ class Provider {
     virtual ControlResult add_peer(PeerId peer, std::span<const std::byte> address) = 0;
     virtual ControlResult remove_peer(PeerId peer) = 0;
     virtual ControlResult add_remote_region(PeerId peer, RemoteRegionId id, std::span<const std::byte> key) = 0;
+    // Its row may be another's from now on. What was not posted with it fails (bad_key), what is on its way goes on.
+    virtual void forget_remote_region(RemoteRegionId) {}
     // From here on it may not write here any more, whatever it knows, until it is added again. For providers that
     // cannot replace an endpoint.
     virtual void fence_peer(PeerId) {}
@@ -75,6 +77,10 @@ class Provider {
 
     // It is being removed: what only its answer would end has failed (peer_dead). Again in every turn of a removal.
     virtual void forsake_peer(PeerId) {}
+
+    // It is held dead, or has left, until it is removed. What is still to be said to it is tried at greet_peers() only,
+    // and keeps nobody awake.
+    virtual void expect_nothing_of(PeerId) {}
 
     // Data plane.
     // Class C: the peer counts what comes from here. False: not yet, or not now; it may have to be asked, so ask again.

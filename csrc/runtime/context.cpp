@@ -47,6 +47,7 @@ void check_options(const ContextOptions& options) {
     within("requests_max", options.requests_max, 16, 1u << 20);
     within("counters", options.counters, 0, 1u << 24);
     within("regions_max", options.regions_max, 2, 65'536);
+    within("remote_regions_max", options.remote_regions_max, 1, remote_rows_max);
     within("operations_max", options.operations_max, 16, 1u << 20);
     within("notifications_max", options.notifications_max, 1, 1u << 24);
     if (options.hard_timeout_ns < options.timeout_ns)

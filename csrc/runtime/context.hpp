@@ -62,7 +62,8 @@ struct ContextOptions {
     // has there (`place` of add_peer). No barriers, and a peer's death is its own affair.
     bool independent = false;
     std::uint32_t regions_max = 1024;
-    std::uint32_t operations_max = 4096;  // that may be accepted beyond those in flight
+    std::uint32_t remote_regions_max = remote_rows_max;  // of all peers, at one time
+    std::uint32_t operations_max = 4096;                 // that may be accepted beyond those in flight
     std::uint32_t notifications_max =
         65'536;  // that have come and were not taken; what comes beyond is counted and lost
 };

@@ -43,6 +43,16 @@ void check_blob(const ContextState& state, const Blob& blob, std::uint32_t rank)
     if (blob.provider != state.capabilities.provider) differ("provider", blob.provider, state.capabilities.provider);
 }
 
+void forget_region(ContextState& state, RemoteRegionId id) {
+    state.provider->forget_remote_region(id);
+    state.remotes.remove(id);
+}
+
+void forget_regions(ContextState& state, PeerRecord& peer) {
+    for (const auto& [name, id] : peer.remotes) forget_region(state, id);
+    peer.remotes.clear();
+}
+
 // Regions of the blob that are new, or were registered anew under the old name.
 // `asked_for`: else memory of its caller's that cannot be reached keeps nobody out, and remote_region() says so.
 void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, std::uint32_t rank,
@@ -54,12 +64,21 @@ void announce_regions(ContextState& state, PeerRecord& peer, const Blob& blob, s
         if (known != peer.blob.regions.end() && known->key == region.key && known->bytes == region.bytes &&
             peer.remotes.count(region.name))
             continue;
-        const RemoteRegionId id{static_cast<std::uint32_t>(state.remotes.size())};
-        const ControlResult result = state.provider->add_remote_region(PeerId{rank}, id, region.key);
+        const std::optional<RemoteRegionId> id = state.remotes.add({rank, region.name, region.bytes});
+        if (!id)
+            throw Failure(FailureKind::capacity,
+                          "region '" + region.name + "' of " + rank_text(rank) + " would be one more than the " +
+                              std::to_string(state.remotes.rows_max()) +
+                              " regions of peers that a context knows at one time; remove peers, or register fewer and "
+                              "larger pieces there",
+                          static_cast<std::int32_t>(rank));
+        const ControlResult result = state.provider->add_remote_region(PeerId{rank}, *id, region.key);
+        if (!result.ok()) state.remotes.remove(*id);
         if (result.status == Status::refused && region.name.starts_with('#') && !asked_for) continue;
         check_control(result, rank, "announcing region '" + region.name + "'");
-        state.remotes.push_back({rank, region.name, region.bytes});
-        peer.remotes[region.name] = id;
+        if (const auto before = peer.remotes.find(region.name); before != peer.remotes.end())
+            forget_region(state, before->second);
+        peer.remotes[region.name] = *id;
     }
 }
 
@@ -78,6 +97,7 @@ void forget_words(ContextState& state, PeerRecord& peer, std::uint32_t rank) {
 void forget_peer(ContextState& state, std::uint32_t rank) {
     PeerRecord& peer = state.peers[rank];
     check_control(state.provider->remove_peer(PeerId{rank}), rank, "removal");
+    forget_regions(state, peer);
     peer.added.store(false, std::memory_order_release);
     if (on_this_host(peer.blob)) state.count_rank_on_host(-1);
     state.liveness->remove(rank);
@@ -87,7 +107,6 @@ void forget_peer(ContextState& state, std::uint32_t rank) {
     }
     peer.shared = {};
     peer.mapped.clear();
-    peer.remotes.clear();
     peer.lanes.clear();
     peer.blob.regions.clear();
     if (peer.pulse_request.valid()) state.give_up(peer.pulse_request);
@@ -99,6 +118,40 @@ void forget_peer(ContextState& state, std::uint32_t rank) {
     peer.barrier_tried = true;
     peer.barrier_lanes = lanes_broken;
 }
+
+void open_lanes(ContextState& state, PeerRecord& peer, std::uint32_t rank) {
+    peer.lanes.clear();
+    for (std::uint32_t lane = 0; lane <= state.options.lanes; ++lane) {
+        const QueuePairId id = state.engine->open_queue_pair(PeerId{rank}, state.endpoint_of(lane),
+                                                             state.is_bulk(lane) ? state.options.bulk_window : 0);
+        if (!id.valid())
+            throw Failure(FailureKind::capacity, "lane " + std::to_string(lane) + " to " + rank_text(rank) +
+                                                     " could not be opened: its requests have not all ended; "
+                                                     "call remove_peer() and try again");
+        peer.lanes.push_back(id);
+    }
+}
+
+// What of a peer was begun is given back where the rest of it fails: the next blob for that rank may be another's.
+class HalfAdded {
+  public:
+    HalfAdded(ContextState& state, std::uint32_t rank) : state_(state), rank_(rank) {}
+    ~HalfAdded() {
+        if (whole_) return;
+        static_cast<void>(state_.engine->close_peer(PeerId{rank_}, now_ns()));  // nothing was submitted
+        static_cast<void>(state_.provider->remove_peer(PeerId{rank_}));
+        forget_regions(state_, state_.peers[rank_]);
+        state_.peers[rank_].lanes.clear();
+    }
+    HalfAdded(const HalfAdded&) = delete;
+    HalfAdded& operator=(const HalfAdded&) = delete;
+    void whole() { whole_ = true; }
+
+  private:
+    ContextState& state_;
+    std::uint32_t rank_;
+    bool whole_ = false;
+};
 
 }  // namespace
 
@@ -126,11 +179,13 @@ const PeerRecord& ContextState::peer_at(std::uint32_t rank) const {
 
 const RemoteRegion& ContextState::remote_at(std::uint32_t rank, RemoteRegionId remote) const {
     peer_at(rank);
-    if (remote.value >= remotes.size() || remotes[remote.value].rank != rank)
+    const RemoteRegion* const found = remotes.find(remote);
+    if (found == nullptr || found->rank != rank)
         throw Failure(FailureKind::invalid_argument, "remote region " + std::to_string(remote.value) +
-                                                         " was not announced by " + rank_text(rank) +
-                                                         "; take the number from remote_region()");
-    return remotes[remote.value];
+                                                         " is not one that " + rank_text(rank) +
+                                                         " has announced, as things are; take the number from "
+                                                         "remote_region()");
+    return *found;
 }
 
 std::vector<std::byte> Context::blob(bool own_only) const {
@@ -178,19 +233,12 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes, std
                                               std::to_string(peer.blob.instance) + "); call remove_peer() first");
     {
         const ControlGuard guard(state);
+        std::optional<HalfAdded> half;
         if (!again) {
             if (peer.blob.instance != 0 && peer.blob.instance != blob.instance) forget_words(state, peer, rank);
             check_control(state.provider->add_peer(PeerId{rank}, blob.address), rank, "the address");
-            peer.lanes.clear();
-            for (std::uint32_t lane = 0; lane <= state.options.lanes; ++lane) {
-                const QueuePairId id = state.engine->open_queue_pair(
-                    PeerId{rank}, state.endpoint_of(lane), state.is_bulk(lane) ? state.options.bulk_window : 0);
-                if (!id.valid())
-                    throw Failure(FailureKind::capacity, "lane " + std::to_string(lane) + " to " + rank_text(rank) +
-                                                             " could not be opened: its requests have not all ended; "
-                                                             "call remove_peer() and try again");
-                peer.lanes.push_back(id);
-            }
+            half.emplace(state, rank);
+            open_lanes(state, peer, rank);
         }
         // Words there are counted on from what is told: of another place nothing is.
         if (place.value_or(state.options.rank) != peer.place) peer.told = {};
@@ -198,13 +246,14 @@ void Context::add_peer(std::uint32_t rank, std::span<const std::byte> bytes, std
         announce_regions(state, peer, blob, rank);
         const SharedLayout theirs{state.options.independent ? blob.size : state.options.size};
         const auto runtime_region = peer.remotes.find("runtime");
-        if (runtime_region == peer.remotes.end() || state.remotes[runtime_region->second.value].bytes < theirs.bytes())
+        if (runtime_region == peer.remotes.end() || state.remotes.find(runtime_region->second)->bytes < theirs.bytes())
             throw Failure(FailureKind::mismatch,
                           "the blob given for " + rank_text(rank) + " has no region 'runtime' of " +
                               std::to_string(theirs.bytes()) + " bytes",
                           static_cast<std::int32_t>(rank));
         peer.remote_runtime = runtime_region->second;
         if (!again && on_this_host(blob)) state.count_rank_on_host(1);
+        if (half) half->whole();
     }
     // Whoever joins ranks that have been at barriers before counts on from theirs.
     std::uint64_t never_begun = 0;
@@ -347,7 +396,7 @@ void Context::map_peer(std::uint32_t rank, std::string_view region, int fd) {
     const auto announced = peer.remotes.find(region);
     if (announced == peer.remotes.end())
         throw Failure(FailureKind::invalid_argument, what + " was not announced in its blob");
-    const std::uint64_t bytes = state.remotes[announced->second.value].bytes;
+    const std::uint64_t bytes = state.remotes.find(announced->second)->bytes;
     const std::uint64_t held = file_bytes(fd, what);
     if (held != bytes)
         throw Failure(FailureKind::mismatch,
@@ -395,7 +444,7 @@ RemoteRegionId Context::remote_region(std::uint32_t rank, std::string_view regio
 std::uint64_t Context::remote_region_bytes(std::uint32_t rank, std::string_view region) const {
     const RemoteRegionId id = remote_region(rank, region);
     const std::shared_lock lock(state_->tables);
-    return state_->remotes[id.value].bytes;
+    return state_->remote_at(rank, id).bytes;
 }
 
 QueuePairId Context::queue_pair(std::uint32_t rank, std::uint32_t lane) const {

@@ -271,8 +271,12 @@ void ContextState::send_pulses(TimeNs now) {
     barriers_due = true;  // a peer may have ceased to read our words where they are
     for (std::uint32_t rank = 0; rank < options.size; ++rank) {
         const PeerRecord& peer = peers[rank];
-        if (!peer.added.load(std::memory_order_acquire) || !hears_by_fabric(rank) || liveness->unreachable(rank))
+        if (!peer.added.load(std::memory_order_acquire)) continue;
+        if (liveness->unreachable(rank)) {
+            provider->expect_nothing_of(PeerId{rank});
             continue;
+        }
+        if (!hears_by_fabric(rank)) continue;
         const Liveness::Own own = liveness->own(rank);
         const bool taken = send_pulse(rank, own, now);
         // A beat may be left out, a verdict or a farewell not: behind them the connection may end.

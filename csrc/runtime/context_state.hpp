@@ -22,6 +22,7 @@
 #include "runtime/liveness.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/progress_thread.hpp"
+#include "runtime/remote_table.hpp"
 #include "runtime/shared_block.hpp"
 #include "runtime/statistics.hpp"
 
@@ -36,13 +37,6 @@ struct RegionRecord {
     Descriptor fd;    // own memory; -1 for the caller's
     Mapping mapping;  // own memory
     Counted<Live::region> counted;
-};
-
-struct RemoteRegion {
-    std::uint32_t rank = 0;
-    std::string name;
-    std::uint64_t bytes = 0;
-    bool announced = false;
 };
 
 struct PeerRecord {
@@ -104,7 +98,8 @@ class ForkMark {
 };
 
 struct ContextState {
-    explicit ContextState(const ContextOptions& what) : options(what), peers(what.size), requests(what.requests_max) {}
+    explicit ContextState(const ContextOptions& what)
+        : options(what), remotes(what.remote_regions_max), peers(what.size), requests(what.requests_max) {}
 
     ContextOptions options;
     ForkMark fork_mark;
@@ -121,8 +116,8 @@ struct ContextState {
     SharedBlock shared;
     std::unique_ptr<Liveness> liveness;
 
-    mutable std::shared_mutex tables;              // regions, remotes, peers' tables
-    std::deque<RemoteRegion> remotes;              // by RemoteRegionId
+    mutable std::shared_mutex tables;  // regions, remotes, peers' tables
+    RemoteTable remotes;
     std::atomic<std::uint64_t> tables_version{1};  // grows with each change of what requests are checked against
     std::vector<PeerRecord> peers;                 // by rank
     std::uint32_t cores = 1;                       // of our cpuset

@@ -383,6 +383,7 @@ Statistics Context::statistics() {
         result.region_bytes += region.bytes;
     }
     for (const PeerRecord& peer : state.peers) result.peers += peer.added.load(std::memory_order_relaxed);
+    result.remote_regions = state.remotes.live();
     return result;
 }
 
@@ -432,6 +433,7 @@ std::vector<std::pair<const char*, std::uint64_t>> Statistics::rows() const {
         {"regions", regions},
         {"region_bytes", region_bytes},
         {"peers", peers},
+        {"remote_regions", remote_regions},
     };
 }
 

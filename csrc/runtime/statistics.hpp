@@ -29,6 +29,7 @@ struct Statistics {
     std::uint64_t regions = 0;
     std::uint64_t region_bytes = 0;
     std::uint64_t peers = 0;
+    std::uint64_t remote_regions = 0;  // of peers, that are known
 
     std::vector<std::pair<const char*, std::uint64_t>> rows() const;
 };

@@ -108,7 +108,7 @@ class Context:
         options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,
         signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, rendezvous,
         ordering ('auto', 'gated', 'counted'), max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, sync_writes,
-        liveness ('auto', 'heartbeat'), endpoints, bulk_chunk_bytes, bulk_window, bulk_hold_us, operations_max, regions_max, notifications_max,
+        liveness ('auto', 'heartbeat'), endpoints, bulk_chunk_bytes, bulk_window, bulk_hold_us, operations_max, regions_max, remote_regions_max, notifications_max,
         independent (peers are no job: each numbers the others as it likes).
         Raises InvalidArgumentError, UnavailableError (no such provider here), CapacityError.
         """
@@ -372,6 +372,8 @@ class ProviderProbe:
 
     def fence_peer(self, arg: int, /) -> None: ...
 
+    def expect_nothing_of(self, arg: int, /) -> None: ...
+
     def remove_peer(self, peer: int) -> None: ...
 
     def add_remote_region(self, peer: int, id: int, key: bytes) -> None: ...
@@ -399,6 +401,8 @@ class ProviderProbe:
         """
 
     def announce_replacement(self, peer: int) -> None: ...
+
+    def greet_peers(self) -> None: ...
 
     def unmoved_peers(self) -> list:
         """

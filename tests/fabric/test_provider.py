@@ -425,6 +425,46 @@ def test_addresses_that_are_kept_come_to_an_end_in_words_and_one_that_is_known_i
     side.probe.close()
 
 
+def test_an_address_is_looked_at_as_a_whole_before_any_of_it_is_taken() -> None:
+    """What keeps addresses has room for all that are good, however many were not."""
+    SETUPS["shm-wheel"].require()
+    side = Side("libfabric", SETUPS["shm-wheel"].options)
+
+    def address(number: int, *names: bytes, more: bytes = b"") -> bytes:
+        head = side.probe.address()[:4] + struct.pack("<IQQ", len(names), number + 1, 0)
+        return head + b"".join(struct.pack("<I", len(name)) + name for name in names) + more
+
+    def name(number: int) -> bytes:
+        return b"fi_shm://%d:%d\0" % (1 << 22, number)
+
+    wrong = {
+        "name 1 of an endpoint has 0 bytes, outside 1..512": lambda n: address(n, name(n), b""),
+        "name 1 of an endpoint has 513 bytes": lambda n: address(n, name(n), b"x" * 513),
+        "name 1 of an endpoint does not end with a zero": lambda n: address(n, name(n), b"fi_shm://1:1"),
+        "name 1 of an endpoint breaks off after 1[0-9] of": lambda n: address(n, name(n), name(n))[:-4],
+        "name 1 of an endpoint is missing, of 2": lambda n: address(n, name(n), b"")[:-4],
+        "3 bytes follow the last name": lambda n: address(n, name(n), name(n + 1), more=b"abc"),
+    }
+    for number in range(300):
+        message, made = list(wrong.items())[number % len(wrong)]
+        with pytest.raises(InvalidArgumentError, match=message):
+            side.probe.add_peer(0, made(number))
+    for number in range(1000, 1256):
+        side.probe.add_peer(0, address(number, name(number)))
+        side.probe.remove_peer(0)
+    side.probe.close()
+
+
+def test_a_name_of_another_network_is_refused() -> None:
+    setup = SETUPS["tcp-system-message"]
+    setup.require()
+    side = Side(setup.kind, setup.options)
+    own = side.probe.address()
+    with pytest.raises(InvalidArgumentError, match="name 0 of an endpoint has 28 bytes, those here 16: it is not of the same network"):
+        side.probe.add_peer(0, own[:4] + struct.pack("<IQQI", 1, 7, 0, 28) + bytes(28))
+    side.probe.close()
+
+
 @pytest.mark.parametrize("setup", [SETUPS["tcp-system-message"], SETUPS["tcp-wheel-message"]], ids=["system", "wheel"])
 def test_an_emulated_signal_that_nobody_answers_ends_with_its_peer(setup: Setup) -> None:
     setup.require()

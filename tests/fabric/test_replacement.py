@@ -21,6 +21,7 @@ from harness import stop
 HARD_MS = 1500
 FAILED = {"TIMED_OUT", "ABORTED"}  # itself past the hard deadline, or behind one that was
 SETTINGS = dataclasses.replace(TCP, timeout_ms=1000, hard_timeout_ms=HARD_MS, max_outstanding=64)
+PATIENT = dataclasses.replace(SETTINGS, timeout_ms=20_000, hard_timeout_ms=30_000)  # where no deadline is what is tested
 LIBRARIES = pytest.mark.parametrize("library", ["chosen", "system"])
 
 
@@ -120,7 +121,7 @@ def test_one_that_was_removed_and_wakes_writes_nothing_that_anybody_reads() -> N
 @LIBRARIES
 def test_a_rank_that_died_comes_back_under_its_name(library: str) -> None:
     """Twice: a new process, a new incarnation, with blobs that were made after the survivors' endpoints were replaced."""
-    with ranks(3, on_library(SETTINGS, library)) as group:
+    with ranks(3, on_library(PATIENT, library)) as group:
         group.all(bodies.barrier_with_all)
         both(group, bodies.exchange_rounds, 0, 5)
         last = 5
@@ -192,7 +193,7 @@ def test_local_needs_no_replacement() -> None:
 
 def test_a_blob_from_before_a_replacement_still_leads_to_us() -> None:
     """Who is added after a replacement is told where we are, until it has answered."""
-    with ranks(3, SETTINGS, heartbeat_ms=200) as group:
+    with ranks(3, PATIENT, heartbeat_ms=200) as group:
         both(group, bodies.exchange_rounds, 0, 5)
         os.kill(group[2].pid, signal.SIGKILL)
         for rank in (0, 1):
@@ -211,7 +212,7 @@ def test_a_blob_from_before_a_replacement_still_leads_to_us() -> None:
 @pytest.mark.parametrize("ordering", ["auto", "counted"])
 def test_who_writes_by_a_blob_from_before_a_replacement_goes_on_after_it(ordering: str) -> None:
     """It comes back while the others still have the endpoint that it knows, and writes; they remove who was there before, and add it."""
-    settings = dataclasses.replace(SETTINGS, timeout_ms=20_000, hard_timeout_ms=30_000, ordering=ordering, trust_immediates=True)
+    settings = dataclasses.replace(PATIENT, ordering=ordering, trust_immediates=True)
     with ranks(3, settings, heartbeat_ms=200) as group:
         both(group, bodies.exchange_rounds, 0, 5)
         os.kill(group[2].pid, signal.SIGKILL)

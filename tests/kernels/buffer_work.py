@@ -118,6 +118,25 @@ def failed(rank: Rank, mode: str) -> list[str]:
     return lines
 
 
+def fixed_size_alone(rank: Rank) -> tuple[bool, list[int], str]:
+    """A dispatch of a fixed size that the last rank does not come to: ids, counts and what is said then; and a reset."""
+    buffer = buffer_of(rank, low_latency_mode=True, num_rdma_bytes=LOW_BYTES)
+    dispatched(rank, buffer, case_of(rank, 87), 13)
+    meet(rank)
+    if rank.rank:
+        buffer.reset()
+        return True, [], ""
+    patience(buffer, 200)
+    over = buffer.runtime._exchange._owners[1]
+    ctypes.memset(over.address, 0x11, over.length)
+    received, ids, _, counts, handle, _ = dispatched(rank, buffer, case_of(rank, 87), 13)
+    buffer_counts = [*counts.tolist(), *handle.real_counts.tolist()]
+    patience(buffer, 20_000)
+    line = said(lambda: buffer.combine(received, handle))
+    buffer.reset()
+    return bool((ids == -1).all()), buffer_counts, line
+
+
 def meet(rank: Rank) -> None:
     dist.barrier(group=rank.group)
 

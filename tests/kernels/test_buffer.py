@@ -49,6 +49,13 @@ def test_after_a_deadline_a_reset_brings_all_back(ranks: World, mode: str) -> No
     ranks.run(2, work.low_latency, work.LOW)
 
 
+def test_what_did_not_come_has_no_ids_and_no_counts(ranks: World) -> None:
+    blank, counts, line = ranks.run(2, work.fixed_size_alone)[0]
+    assert blank
+    assert set(counts) == {0}
+    assert "DeadlineError" in line
+
+
 def test_two_operations_at_once_are_refused(ranks: World) -> None:
     for rank, (at_once, later) in enumerate(ranks.run(2, work.two_at_once)):
         assert f"StateError: rank {rank}: two operations of this Buffer ran at the same time on rank 0" in at_once

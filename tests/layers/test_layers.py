@@ -35,7 +35,8 @@ PYTHON_ARROWS: dict[str, set[str]] = {
     "transfer": {"fabric"},
     "proxy": set(),
     "compat": {"ep", "transfer", "fabric"},  # of fabric the settings alone
-    "testing": {"fabric", "_simulation"},
+    "testing": {"fabric", "_simulation", "testing.transfers"},
+    "testing.transfers": {"fabric", "testing", "transfer"},
     "testing.http": {"proxy"},
     "cli": {"fabric", "ep", "transfer", "proxy", "compat", "testing", "_native", "_simulation"},
 }
@@ -65,8 +66,8 @@ def room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1:
         return "expertwire"
-    if parts[1:3] == ["testing", "http"]:
-        return "testing.http"
+    if parts[1:3] in (["testing", "http"], ["testing", "transfers"]):
+        return ".".join(parts[1:3])
     return parts[1]
 
 

@@ -89,7 +89,8 @@ def test_a_server_is_not_blamed_where_we_have_no_descriptor_for_it() -> None:
                 for client in clients[:3]:
                     await client.send(request("POST", PATH, STREAM))
                     assert (await client.reply()).done
-                text = (await ask(port, "/metrics")).body
+                await clients[0].send(request("GET", "/metrics"))
+                text = (await clients[0].reply()).body
                 assert counted(text, "expertwire_proxy_breaker_trips_total{") == 0
                 assert counted(text, "expertwire_proxy_server_up{") == 2
                 assert counted(text, "expertwire_proxy_retries_total{") == 0

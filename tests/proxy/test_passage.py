@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from expertwire.proxy import config, core, headers
-from expertwire.proxy.conversation import origin_form
+from expertwire.proxy.headers import origin_form
 from expertwire.proxy.seam import Failure, Kind, Mode
 from proxy.world import JSON, SSE, World, config_of
 

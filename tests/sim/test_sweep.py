@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from expertwire import _simulation
-from expertwire.testing import sweep
+from expertwire.testing import sweep, transfers
 from expertwire.testing.cluster import kept_mutant
 
 
@@ -18,12 +18,12 @@ def test_every_family_runs_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     assert sweep.main(["--seeds", "8", "--first", "17", "--jobs", "1", "--json", str(path)]) == 0
     said = capsys.readouterr()
     assert "everything held" in said.out
-    assert "36/36 seeds, 0 failing" in said.err
+    assert "37/37 seeds, 0 failing" in said.err
     rows = json.loads(path.read_text())["rows"]
     assert {row["family"] for row in rows} == set(sweep.FAMILIES)
     seeds = {row["family"]: row["value"] for row in rows if row["name"] == "seeds"}
     whole = dict.fromkeys(("engine", "counted", "exchange", "low-latency"), 8)
-    assert seeds == whole | {f"{name}-nth": 1 for name in whole}
+    assert seeds == whole | {f"{name}-nth": 1 for name in whole} | {"transfer": 1}
     assert {row["status"] for row in rows} == {"ok"}
 
 
@@ -75,3 +75,11 @@ def test_replay_of_an_nth_operation(capsys: pytest.CaptureFixture[str]) -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(SystemExit):
         sweep.main(["--seeds", "0"])
+
+
+def test_replay_of_a_transfer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sweep.main(["--replay", "transfer:3"]) == 0
+    assert "transfer:3: held" in capsys.readouterr().out
+    monkeypatch.setattr(transfers.World, "end", lambda self: transfers._hold(False, "it never ended"))
+    assert [each.text for each in sweep.run_batch(sweep.Batch("transfer", 3, 1)).failures] == ["StateError: it never ended"]
+    assert sweep.main(["--replay", "transfer:3"]) == 1

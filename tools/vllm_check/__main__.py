@@ -6,7 +6,6 @@ Exit status: 0 all asked for was done and holds, 1 something does not, 2 bad usa
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
 import traceback
@@ -15,12 +14,13 @@ from pathlib import Path
 
 from expertwire.cli.report import Report, RowStatus
 from vllm_check import bench, checks, experts, model, scan
-from vllm_check.checks import Finding
-from vllm_check.servers import Place, Server, Stage, running, stage
+from vllm_check.checks import Finding, MissingError
+from vllm_check.servers import Place, Server, Stage, running, stages
 
 KINDS = ("nixl", "ours")
-PARTS = (*checks.PLAIN, "crowd", "counted", *checks.FAULTS, "two_and_two", "ranks", "experts", "beside")
-USUAL = tuple(part for part in PARTS if part not in ("beside", "ranks"))
+LOADS = ("crowd", "counted", "aiperf")
+PARTS = (*checks.PLAIN, *LOADS, *checks.FAULTS, "two_and_two", "ranks", "experts", "beside")
+USUAL = tuple(part for part in PARTS if part not in ("beside", "ranks", "aiperf"))
 
 
 def arguments() -> argparse.Namespace:
@@ -66,6 +66,9 @@ class Run:
         good = True
         try:
             self.add(part, kv, body(), time.monotonic() - begun)
+        except MissingError as error:
+            self.report.add(part, None, "", RowStatus.SKIPPED, part=part, kv=kv, why=str(error))
+            print(f"{kv:5} {part:14} skipped: {error}", flush=True)
         except Exception as error:
             traceback.print_exc()
             good = False
@@ -76,68 +79,74 @@ class Run:
         return good
 
 
-def on_one_pair(run: Run, kv: str, single: Server) -> None:
-    """Everything that one prefill and one decode server are enough for."""
-    options = run.options
-    wanted = [part for part in (*checks.PLAIN, "crowd", "counted", *checks.FAULTS) if part in options.parts]
-    if not wanted:
-        return
+def on_a_pair(run: Run, found: Stage, parts: Sequence[str]) -> bool:
+    """Those of these parts that are asked for, until one cannot be run to its end."""
     bodies: dict[str, Callable[[Stage], list[Finding]]] = {
         **checks.PLAIN,
-        "crowd": lambda found: bench.crowd(found, options.requests, options.concurrency),
+        "crowd": lambda found: bench.crowd(found, run.options.requests, run.options.concurrency),
         "counted": bench.counted,
+        "aiperf": bench.aiperf,
         **checks.FAULTS,
     }
-    with stage(run.place, kv, single) as found:
-        logs = [process.log for process in (*found.servers, found.proxy)]
-        for part in wanted:
-            clean = None if part in checks.FAULTS or part == "counted" else logs  # those that break something leave signs of it
-            if not run.part(part, kv, lambda part=part: bodies[part](found), clean):  # type: ignore[misc]
-                break
+    logs = [process.log for process in (*found.servers, found.proxy)]
+    for part in parts:
+        if part not in run.options.parts:
+            continue
+        clean = None if part in (*checks.FAULTS, "counted", "aiperf") else logs  # those that break something leave signs of it
+        body = bodies[part]
+        if not run.part(part, found.kv, lambda body=body: body(found), clean):  # type: ignore[misc]
+            return False
+    return True
 
 
 def everything(run: Run) -> None:
-    """In order; the single server that answers are compared with runs beside."""
-    options = run.options
-    if "experts" in options.parts:
-        run.part("experts", "", lambda: [
-            Finding(f"wrong_rows_{name}", sum(rank[name] for rank in found), not any(rank[name] for rank in found), "rows")
-            for found in [experts.drive()] for name in found[0]
-        ])  # fmt: skip
+    """In order. One server that does all itself, whose answers are the truth, runs all the while."""
+    options, place = run.options, run.place
     parts = set(options.parts)
-    with contextlib.ExitStack() as stack:
-        single = Server(run.place, "single", "", "none")
-        if parts - {"experts", "beside"}:
-            stack.enter_context(running([single]))
-        for kv in options.kv:
-            on_one_pair(run, kv, single)
+    if "experts" in parts:
+        run.part("experts", "", wrong_rows)
+    if not parts - {"experts"}:
+        return
+    single = Server(place, "single", "", "none")
+    with running([single]):
+        if parts - {"experts", "two_and_two", "ranks"}:
+            with stages(place, options.kv, single) as found:
+                well = [kv for kv in options.kv if on_a_pair(run, found[kv], (*checks.PLAIN, *LOADS))]
+                if "beside" in parts:
+                    beside(run, found)
+                for kv in well:
+                    on_a_pair(run, found[kv], tuple(checks.FAULTS))
         kv = options.kv[-1]
-        if "two_and_two" in parts:
-            run.part("two_and_two", kv, lambda: staged(run, kv, single, checks.two_and_two, prefill=2, decode=2))
-        if "ranks" in parts:
-            run.part("ranks", kv, lambda: staged(run, kv, single, checks.ranks, ranks=2))
-    if "beside" in parts:
-        beside(run)
+        for part, body, shape in (("two_and_two", checks.two_and_two, {"prefill": 2, "decode": 2}), ("ranks", checks.ranks, {"ranks": 2})):
+            if part in parts:
+                run.part(part, kv, lambda body=body, shape=shape: staged(place, kv, single, body, shape))  # type: ignore[misc]
 
 
-def staged(run: Run, kv: str, single: Server, body: Callable[[Stage], list[Finding]], **shape: int) -> list[Finding]:
+def staged(place: Place, kv: str, single: Server, body: Callable[[Stage], list[Finding]], shape: dict[str, int]) -> list[Finding]:
     """One check on servers of its own."""
-    with stage(run.place, kv, single, **shape) as found:
-        return body(found)
+    with stages(place, [kv], single, **shape) as found:
+        return body(found[kv])
 
 
-def beside(run: Run) -> None:
+def wrong_rows() -> list[Finding]:
+    """Of vLLM's classes for experts, over all ranks."""
+    found = experts.drive()
+    totals = {name: sum(rank[name] for rank in found) for name in found[0]}
+    return [Finding(f"wrong_rows_{name}", total, not total, "rows") for name, total in totals.items()]
+
+
+def beside(run: Run, found: dict[str, Stage]) -> None:
     """The set-ups, in turn."""
     options = run.options
     if run.place.toy is None:
         run.report.add("beside_toy", None, "", RowStatus.SKIPPED, part="beside", why="vLLM's example proxy is not here: --toy-proxy FILE")
     try:
-        found = bench.side_by_side(run.place, options.rounds, options.beside_requests, options.beside_concurrency)
+        medians = bench.side_by_side(run.place, found, options.rounds, options.beside_requests, options.beside_concurrency)
     except Exception as error:
         traceback.print_exc()
         run.add("beside", "", [Finding("ran", 0, False, why=f"{type(error).__name__}: {error}")])
         return
-    for name, findings in found:
+    for name, findings in medians:
         run.add("beside", name, findings)
 
 

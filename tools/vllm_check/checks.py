@@ -19,7 +19,11 @@ CONCURRENCY = 8
 TOKENS = 24
 REFUSED = (500, 502, 503, 504)  # what a client may be told when a server has died
 SHORT_LEASE_S = 8
-EXTERNAL = "vllm:prompt_tokens_by_source_total"
+SOURCES = "vllm:prompt_tokens_by_source_total"
+
+
+class MissingError(Exception):
+    """What a part needs is not here; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def tokens(stage: Stage) -> list[Finding]:
 
 def external(stage: Stage) -> float:
     """Tokens of prompts that decode servers had from prefill servers, by their own metric."""
-    return sum(server.metric(EXTERNAL, source="external_kv_transfer") for server in stage.decode)
+    return sum(server.metric(SOURCES, source="external_kv_transfer") for server in stage.decode)
 
 
 def choices(stage: Stage) -> list[Finding]:

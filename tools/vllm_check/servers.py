@@ -19,7 +19,7 @@ from typing import Any
 from vllm_check import model
 from vllm_check.asking import ask, get, metric
 
-READY_S = float(os.environ.get("VLLM_CHECK_READY_S", "300"))
+READY_S = float(os.environ.get("VLLM_CHECK_READY_S", "900"))
 SEQUENCES = 64
 BATCHED_TOKENS = 8192  # so that no prompt is computed in parts: vLLM 0.32 on CPU ends at one whose request has a seed
 LEASE_S = 30  # vLLM's default
@@ -260,11 +260,15 @@ def running(processes: Sequence[Process]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stage(place: Place, kv: str, single: Server, prefill: int = 1, decode: int = 1, ranks: int = 0) -> Iterator[Stage]:
-    """So many servers of each side, and the proxy."""
-    tag = f"{kv}_{prefill}x{decode}" + (f"_ranks{ranks}" if ranks else "")
-    ps = [Server(place, f"{tag}_prefill{number}", "kv_producer", kv, ranks) for number in range(prefill)]
-    ds = [Server(place, f"{tag}_decode{number}", "kv_consumer", kv, ranks) for number in range(decode)]
-    proxy = Proxy(place, f"{tag}_proxy", ps, ds)
-    with running([*ps, *ds, proxy]):
-        yield Stage(place, kv, ps, ds, proxy, single)
+def stages(
+    place: Place, kinds: Sequence[str], single: Server, prefill: int = 1, decode: int = 1, ranks: int = 0
+) -> Iterator[dict[str, Stage]]:
+    """Of each kind so many servers of each side and a proxy, all started at once."""
+    made: dict[str, Stage] = {}
+    for kv in kinds:
+        tag = f"{kv}_{prefill}x{decode}" + (f"_ranks{ranks}" if ranks else "")
+        ps = [Server(place, f"{tag}_prefill{number}", "kv_producer", kv, ranks) for number in range(prefill)]
+        ds = [Server(place, f"{tag}_decode{number}", "kv_consumer", kv, ranks) for number in range(decode)]
+        made[kv] = Stage(place, kv, ps, ds, Proxy(place, f"{tag}_proxy", ps, ds), single)
+    with running([each for found in made.values() for each in (*found.servers, found.proxy)]):
+        yield made

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import numpy
 
 
+REMOTE_REGIONS_MAX = 1 << 20
+
+
 class Endpoint:
     """Reaches the peers of a job of `size` ranks: one-sided writes and reads, signals that never overtake their data, notifications.
 
@@ -46,6 +49,7 @@ class Endpoint:
         requests_max: int = 4096,
         operations_max: int = 4096,
         regions_max: int = 1024,
+        remote_regions_max: int = REMOTE_REGIONS_MAX,
         notifications_max: int = 65_536,
         independent: bool = False,
     ) -> None:
@@ -59,7 +63,8 @@ class Endpoint:
         in flight, and what is submitted then is cut half as large. `write()` and `read()` choose the lane by size.
 
         A peer on another host that has not been heard for `silence_ms` is dead. At most `requests_max` requests are kept, of
-        `operations_max` chunks and controls beside those in flight. Of notifications that have come and were not taken `notifications_max`
+        `operations_max` chunks and controls beside those in flight; `regions_max` regions here, and `remote_regions_max` of all peers
+        together at one time. Of notifications that have come and were not taken `notifications_max`
         are kept; what comes beyond them is counted (`Statistics.notifications_dropped`) and lost.
 
         `independent`: the ranks are no job. This endpoint numbers its peers from 1 as it likes (it is 0 itself), learns from each which
@@ -83,6 +88,7 @@ class Endpoint:
             "requests_max": requests_max,
             "operations_max": operations_max,
             "regions_max": regions_max,
+            "remote_regions_max": remote_regions_max,
             "notifications_max": notifications_max,
             "independent": independent,
             "counters": counters,

@@ -63,6 +63,7 @@ class Statistics:
     regions: int
     region_bytes: int
     peers: int
+    remote_regions: int
 
     @classmethod
     def from_native(cls, rows: Mapping[str, int]) -> Statistics:

@@ -25,7 +25,7 @@ from expertwire.proxy.faults import Fault
 from expertwire.proxy.held import Held
 from expertwire.proxy.http import render
 from expertwire.proxy.http.front import Front
-from expertwire.proxy.http.reply import Ask, FrontLimits, Reply
+from expertwire.proxy.http.reply import Ask, FrontLimits, Known, Reply
 from expertwire.proxy.http.wheel import Wheel
 from expertwire.proxy.log import Log
 from expertwire.proxy.policy import Fleet, Server, ServerConfig, Side
@@ -136,6 +136,7 @@ class AdminService:
         self.limits = LIMITS
         self.heads = render.Heads()
         self.fronts: set[Front] = set()
+        self.known: dict[bytes, Known] = {}
         self.held = Held(LIMITS.connections * LIMITS.body_bytes)
         self.stopping = False
         self._handler = handler

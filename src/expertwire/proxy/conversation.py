@@ -51,6 +51,7 @@ class Conversation(ABC):
 
     __slots__ = (
         "_decode",
+        "_digest",
         "_ended_at",
         "_first_content_s",
         "_outcome",
@@ -76,10 +77,10 @@ class Conversation(ABC):
         self._request = request
         self._stage = _STAGE_OPEN
         self._started = self._ended_at = self._first_content_s = 0.0
-        self._target = origin_form(request.target)
-        fields = dict(request.headers[::-1])  # of several alike the first
-        self._request_id = headers.request_id_of(fields) or core.new_id()
-        self._rank = fields.get(b"x-data-parallel-rank", b"")
+        self._digest = digest = request.digest or headers.Digest(request.target, request.headers)
+        self._target = digest.target
+        self._request_id = digest.request_id or core.new_id()
+        self._rank = digest.rank
         self.open_legs: list[Leg] = []
         self._prefill: tuple[Server, int] | None = None  # the last of each, and its rank, for log and headers
         self._decode: tuple[Server, int] | None = None
@@ -268,16 +269,3 @@ class Conversation(ABC):
     @abstractmethod
     def _endpoint(self) -> str:
         """For the metrics: one of a few words."""
-
-
-def origin_form(target: bytes) -> bytes:
-    """Path and query of a request's target: what it names as a host is nobody's to choose."""
-    if target.startswith(b"/"):
-        return target
-    _, mark, rest = target.partition(b"://")
-    if not mark:
-        return b"/"
-    at = min((index for index in (rest.find(b"/"), rest.find(b"?")) if index >= 0), default=-1)
-    if at < 0:
-        return b"/"
-    return rest[at:] if rest[at : at + 1] == b"/" else b"/" + rest[at:]

@@ -8,7 +8,7 @@ import orjson
 
 from expertwire.proxy import faults, headers, legs, merge, params, sse
 from expertwire.proxy.branch import Branch, event_of, has_end
-from expertwire.proxy.conversation import Answer, Conversation, Stage, origin_form
+from expertwire.proxy.conversation import Answer, Conversation, Stage
 from expertwire.proxy.core import Core
 from expertwire.proxy.faults import Fault
 from expertwire.proxy.flow import Event, Flow, State
@@ -47,7 +47,7 @@ def open_exchange(core: Core, port: Port, request: Request) -> Conversation:
     """The conversation that a request's method and path ask for. To be started."""
     target = request.target
     if b"?" in target or target[:1] != b"/":
-        target = origin_form(target).partition(b"?")[0]
+        target = headers.origin_form(target).partition(b"?")[0]
     shape = legs.shape_of(request.method, target)
     return Exchange(core, port, request, shape) if shape in legs.TWO_LEGS else Passage(core, port, request, shape)
 
@@ -82,7 +82,7 @@ class Exchange(Conversation):
             self._fail_with(plan, now)
             return
         self._plan = plan
-        self._client_lines = headers.up_lines(request.headers, json=True) + _JSON
+        self._client_lines = self._digest.json_lines()
         self._session = self._session_key()
         count = plan.branches
         if count > 1 and plan.stream:

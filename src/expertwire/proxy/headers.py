@@ -33,6 +33,7 @@ _KEPT_DOWN: Final = frozenset({b"content-type", b"retry-after", b"www-authentica
 _HEAD: Final = b"%b %b HTTP/1.1\r\nhost: %b\r\n%baccept-encoding: identity\r\nx-request-id: %b\r\n%b"
 _BODILESS: Final = _HEAD + b"\r\n"
 _WITH_BODY: Final = _HEAD + b"content-length: %d\r\n\r\n%b"
+_JSON: Final = b"content-type: application/json\r\n"
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,256}")
 
 
@@ -74,6 +75,39 @@ def message(method: bytes, target: bytes, host: bytes, lines: bytes, request_id:
     if body is None:
         return _BODILESS % (method, target, host, lines, request_id, ranked)
     return _WITH_BODY % (method, target, host, lines, request_id, ranked, len(body), body)
+
+
+class Digest:
+    """What conversations ask of a request's head. It can be kept for heads that come again."""
+
+    __slots__ = ("_headers", "_json_lines", "rank", "request_id", "target")
+
+    def __init__(self, target: bytes, headers: Headers) -> None:
+        self.target = origin_form(target)
+        fields = dict(headers[::-1])  # of several alike the first
+        self.request_id = request_id_of(fields)
+        self.rank = fields.get(b"x-data-parallel-rank", b"")
+        self._headers = headers
+        self._json_lines = b""
+
+    def json_lines(self) -> bytes:
+        """The header lines of a leg whose body is made here."""
+        if not self._json_lines:
+            self._json_lines = up_lines(self._headers, json=True) + _JSON
+        return self._json_lines
+
+
+def origin_form(target: bytes) -> bytes:
+    """Path and query of a request's target: what it names as a host is nobody's to choose."""
+    if target.startswith(b"/"):
+        return target
+    _, mark, rest = target.partition(b"://")
+    if not mark:
+        return b"/"
+    at = min((index for index in (rest.find(b"/"), rest.find(b"?")) if index >= 0), default=-1)
+    if at < 0:
+        return b"/"
+    return rest[at:] if rest[at : at + 1] == b"/" else b"/" + rest[at:]
 
 
 def down_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from expertwire.proxy.headers import Headers
+from expertwire.proxy.headers import Digest, Headers
 from expertwire.proxy.policy import Server
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class Request:
     headers: Headers
     body: bytes
     client: str = ""  # who asks, for logs only
+    digest: Digest | None = None  # of target and headers, if somebody has made it
 
 
 class Kind(IntEnum):

@@ -20,16 +20,17 @@ from expertwire.errors import InvalidArgumentError
 from expertwire.proxy import admin, faults
 from expertwire.proxy.admin import AdminService, Message, apply, reason
 from expertwire.proxy.config import Config
-from expertwire.proxy.conversation import Conversation, origin_form
+from expertwire.proxy.conversation import Conversation
 from expertwire.proxy.core import Core, own
 from expertwire.proxy.exchange import open_exchange
 from expertwire.proxy.faults import Fault
+from expertwire.proxy.headers import origin_form
 from expertwire.proxy.held import FREE_BYTES
 from expertwire.proxy.http import render
 from expertwire.proxy.http.front import Front
 from expertwire.proxy.http.pool import Pool, PoolLimits
 from expertwire.proxy.http.relay import Relay
-from expertwire.proxy.http.reply import Ask, FrontLimits, Reply
+from expertwire.proxy.http.reply import Ask, FrontLimits, Known, Reply
 from expertwire.proxy.http.wheel import Wheel
 from expertwire.proxy.log import Log
 from expertwire.proxy.policy import Server, Side
@@ -123,6 +124,7 @@ class Worker:
         self.held = self.core.held
         self.heads = render.Heads()
         self.fronts: set[Front] = set()
+        self.known: dict[bytes, Known] = {}
         self.live: set[Relay] = set()
         self.pools: set[Pool] = set()
         self.stopping = False

@@ -1,4 +1,4 @@
-"""Many seeds of the simulation, on all cores. Needs Python and the built `_simulation` module, nothing else.
+"""Many seeds of the simulation, on all cores. Needs Python and the built `_simulation` module, nothing else (numpy for transfers).
 
 `python -m expertwire.testing.sweep --seeds 100000` runs them; `--replay FAMILY:SEED` runs one again and prints its trace.
 """
@@ -80,6 +80,18 @@ def _exchange(batch: Batch) -> tuple[int, int, list[Failure]]:
     return batch.count, trace, [Failure(batch.family, seed, text) for seed, text in result["failures"]]
 
 
+def _transfer(batch: Batch) -> tuple[int, int, list[Failure]]:
+    from expertwire.testing import transfers  # the only family that needs numpy
+
+    trace, failures = 0, []
+    for seed in batch.seeds():
+        try:
+            trace = (trace * 31 + transfers.run(seed)[0]) & WORD
+        except Exception as error:
+            failures.append(Failure(batch.family, seed, f"{type(error).__name__}: {error}"))
+    return batch.count, trace, failures
+
+
 def _nth(family: str, run: Callable[[int, str], dict[str, object]], batch: Batch) -> tuple[int, int, list[Failure]]:
     runs = 0
     failures: list[Failure] = []
@@ -120,6 +132,7 @@ FAMILIES = {
     "counted": Family("the same with counted immediates: late ones, lost answers, forgotten peers", 1, 200, _engine),
     "exchange": Family("whole dispatches and combines on 1 to 12 ranks", 1, 50, _exchange),
     "low-latency": Family("dispatches and combines of the low-latency mode, hooks in every order, masks", 1, 100, _exchange),
+    "transfer": Family("agents that write to and read from each other, die, part and come back", 10, 10, _transfer),
     "engine-nth": Family("the n-th operation of a run fails, for every n and in every way", 100, 5, _engine_nth),
     "counted-nth": Family("the same with counted immediates", 100, 5, _engine_nth),
     "exchange-nth": Family("the same of a whole exchange", 2_000, 1, _exchange_nth),
@@ -228,7 +241,10 @@ def replay(what: str, mutant: str, lines: int) -> int:
     how, _, n = nth.partition(":")
     core = simulation()
     core.set_mutant(mutant)
-    if name.startswith(("engine", "counted")):
+    if name == "transfer":
+        found = _transfer(Batch(name, int(seed), 1))
+        trace, failure, hashed = [], "".join(each.text for each in found[2]), found[1]
+    elif name.startswith(("engine", "counted")):
         faults = {"fail_at": int(n), "fail_how": how} if how else None
         counted = name.startswith("counted")
         (row,) = core.run_engine([int(seed)], 2 if how else 0, 6 if how else 0, faults=faults, trace_lines=lines, counted=counted)

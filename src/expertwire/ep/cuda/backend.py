@@ -193,7 +193,8 @@ class CudaBackend:
 
         def launch(offer: tuple[int, int], notified: torch.cuda.Event | None) -> tuple[Route, torch.Tensor | None]:
             parts = sent.x, sent.scales, routing.in_rank, routing.per_expert, routing.topk_idx, routing.topk_weights
-            return self._exchange.dispatch(*parts, offer, worst, expert_alignment, notified)
+            ids = offer[0] + at.topk_idx if worst and at.total <= offer[1] else -1
+            return self._exchange.dispatch(*parts, offer, worst, expert_alignment, notified, ids)
 
         step = next_power(-(-routing.num_experts // len(self.node_of)))
         self._load(("dispatch", row_bytes(sent.x), *beside, step), lambda: launch((0, 0), None))

@@ -153,9 +153,11 @@ class Exchange:
         worst: int,
         alignment: int,
         notified: torch.cuda.Event | None = None,
+        ids_offset: int = -1,
     ) -> tuple[Route, torch.Tensor | None]:
         """Launch both kernels. x contiguous rows; offer: (offset, bytes) of the data region. With `worst` the counts stay on the device,
-        else the second result is the mailbox, which has them once `notified` has passed."""
+        else the second result is the mailbox, which has them once `notified` has passed. ids_offset: where `worst` rows' ids come to in the
+        data region, if there is room for them."""
         tuning = self.tuning
         tokens, experts = x.shape[0], per_expert.shape[0]
         local = experts // self.ranks + (self.rank < experts % self.ranks)
@@ -183,7 +185,7 @@ class Exchange:
         )
         if notified is not None:
             notified.record()
-        self._send(x, scales, in_rank, topk_idx, topk_weights, first + prefix, route, experts, worst, alignment, fresh=True)
+        self._send(x, scales, in_rank, topk_idx, topk_weights, first + prefix, route, experts, worst, alignment, True, ids_offset)
         return route, mailbox
 
     def dispatch_again(
@@ -192,7 +194,7 @@ class Exchange:
         """Rows by the routing of an earlier dispatch. With `wait` the result is a mailbox as of `dispatch`."""
         mailbox = self._next_mailbox() if wait else None
         self._notify_again(notify.NOTIFY_AGAIN, route, mailbox, offer, 0, worst, row_bytes(x), shape_word(0, 8, False, row_bytes(scales)))
-        self._send(x, scales, None, None, None, 0, route, 0, worst, 1, fresh=False)
+        self._send(x, scales, None, None, None, 0, route, 0, worst, 1, False, -1)
         return mailbox
 
     def combine(
@@ -295,6 +297,7 @@ class Exchange:
         worst: int,
         expert_alignment: int,
         fresh: bool,
+        ids_offset: int,
     ) -> None:
         tuning = self.tuning
         bytes_of_row = row_bytes(x)
@@ -309,6 +312,7 @@ class Exchange:
             *(self._state_at, x.data_ptr(), _address(scales), down, across, _address(in_rank), _address(topk_idx)),
             *(_address(topk_weights), prefix, route.address + route.positions, x.shape[0], experts, worst),
             *(route.address + route.counts if route.counts else 0, expert_alignment),
+            0 if ids_offset < 0 else self._owners[1].address + ids_offset,
             **self._fixed,
             GROUP=tuning.group,
             FRESH=fresh,

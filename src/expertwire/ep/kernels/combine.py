@@ -113,5 +113,4 @@ def combine(
                 sum_weights(state, positions, weights_out, first, tokens, R, GROUP, TOPK, KP)
             for one in range(first, tl.minimum(first + GROUP, tokens)):
                 sum_row(state, positions, out, bias0, bias1, one, R, HIDDEN, BLOCK, ALIGN, BIASES)
-    if good:
-        finish(state, R, RP)
+    finish(state, R, RP)

@@ -119,15 +119,25 @@ def send_row(state, positions, x, token, R: tl.constexpr, ROW: tl.constexpr, BLO
 
 
 @triton.jit
-def blank_ids(state, worst, R: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, ID: tl.constexpr, LINES: tl.constexpr):
-    """Ids −1 behind the last row that came, up to row `worst`."""
-    total = tl.load(meta_of(state) + M_TOTAL)
-    mine = tl.load(meta_of(state) + META + T_IDS * R + rank_of(state)).to(tl.pointer_type(ID))
+def blank_ids(mine, first, step, worst, TOPK: tl.constexpr, KP: tl.constexpr, ID: tl.constexpr, LINES: tl.constexpr):
+    """Ids −1 from row `first` to row `worst`, LINES of every `step` rows."""
     k = tl.arange(0, KP)
     nothing = tl.full([LINES, KP], -1, ID)
-    for start in range(total + tl.program_id(0) * LINES, worst, tl.num_programs(0) * LINES):
+    for start in range(first, worst, step):
         row = start + tl.arange(0, LINES)
-        tl.store(mine + row[:, None] * TOPK + k[None, :], nothing, mask=(row < worst)[:, None] & (k < TOPK)[None, :])
+        tl.store(typed(mine, ID) + row[:, None] * TOPK + k[None, :], nothing, mask=(row < worst)[:, None] & (k < TOPK)[None, :])
+
+
+@triton.jit
+def receive_nothing(state, blank, counts, worst, experts, R: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, ID: tl.constexpr):
+    """Somebody gave up, or no row was moved: experts that run before the host hears of it find no id and no row. `blank`: this rank's own
+    ids, 0 where there was no room for them."""
+    local = experts // R + tl.where(rank_of(state) < experts % R, 1, 0)
+    for start in range(0, 2 * local, 128):
+        place = start + tl.arange(0, 128)
+        tl.store(ints_at(counts) + place, tl.zeros([128], tl.int32), mask=place < 2 * local)
+    if blank != 0:
+        blank_ids(blank, worst * 0, 64, worst, TOPK, KP, ID, 64)
 
 
 @triton.jit
@@ -165,6 +175,7 @@ def dispatch(
     worst: tl.int64,
     counts: tl.int64,
     alignment: tl.int64,
+    blank: tl.int64,
     R: tl.constexpr,
     RP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -181,9 +192,9 @@ def dispatch(
     SP: tl.constexpr,
 ):
     """Addresses. x: rows [T, ROW] of UNIT; scales: [T, SCALES] of four bytes, strides `down` and `across`; positions i32[T, R]: out where
-    FRESH, else of the dispatch that is repeated, and then rows and scales alone are sent."""
-    good = tl.load(control_of(state) + ABORT) == 0
-    if good & (tl.load(meta_of(state) + M_STATUS) == 0):
+    FRESH, else of the dispatch that is repeated, and then rows and scales alone are sent; blank: see `receive_nothing`."""
+    good = (tl.load(control_of(state) + ABORT) == 0) & (tl.load(meta_of(state) + M_STATUS) == 0)
+    if good:
         for group in range(tl.program_id(0), tl.cdiv(tokens, GROUP), tl.num_programs(0)):
             first = group * GROUP
             token = first + tl.arange(0, GROUP)
@@ -198,12 +209,15 @@ def dispatch(
         if FRESH:
             if TOPK > 0:
                 if worst > 0:
-                    blank_ids(state, worst, R, TOPK, KP, ID, 64)
-    if good:
-        last = finish(state, R, RP)
-        if FRESH:
-            if TOPK > 0:
-                if worst > 0:
-                    if last == 1:
-                        if tl.load(meta_of(state) + M_OVER) > 0:
-                            recount(state, counts, alignment, worst, experts, R, TOPK, KP, ID)
+                    mine = tl.load(meta_of(state) + META + T_IDS * R + rank_of(state))
+                    first = tl.load(meta_of(state) + M_TOTAL) + tl.program_id(0) * 64
+                    blank_ids(mine, first, tl.num_programs(0) * 64, worst, TOPK, KP, ID, 64)
+    last = finish(state, R, RP)
+    if FRESH:
+        if TOPK > 0:
+            if worst > 0:
+                if last > 0:
+                    if (last == 2) | (good == 0):
+                        receive_nothing(state, blank, counts, worst, experts, R, TOPK, KP, ID)
+                    elif tl.load(meta_of(state) + M_OVER) > 0:
+                        recount(state, counts, alignment, worst, experts, R, TOPK, KP, ID)

@@ -97,6 +97,7 @@ def begin(state, R: tl.constexpr, RP: tl.constexpr):
     aborted = tl.load(words + ABORT, cache_modifier=".cg")
     if aborted != 0:
         note_told(state, aborted)
+        tl.store(meta_of(state) + M_TICKET, ticket)
     elif finished + 1 != epoch:
         give_up(state, PHASE_TWO, rank_of(state), epoch, finished, epoch, R, RP)
     else:

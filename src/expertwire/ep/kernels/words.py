@@ -183,15 +183,17 @@ def await_all(state, phase, first, want, R: tl.constexpr, RP: tl.constexpr):
 
 @triton.jit
 def finish(state, R: tl.constexpr, RP: tl.constexpr):
-    """The end of every program of a kernel that moves rows. The last one tells every rank that this one is done, and waits for all. 1: this
-    is the last, and all are done."""
-    good = 0
+    """The end of every program of a kernel that moves rows, or should. The last one tells every rank that this one is done, and waits for
+    all. 1: this is the last, and all are done; 2: it is the last, and somebody gave up; 0: it is not."""
+    last = 0
     tl.debug_barrier()
     before = tl.atomic_add(control_of(state) + TICKET, 1, sem="acq_rel", scope="sys")
     if before == tl.load(meta_of(state) + M_TICKET) + tl.num_programs(0) - 1:
-        epoch = tl.load(meta_of(state) + M_EPOCH)
-        tell(state, FIRST + R + rank_of(state), epoch, R, RP)
-        good = await_all(state, PHASE_ROWS, FIRST + R, epoch, R, RP)
-        if good == 1:
-            tl.store(control_of(state) + FINISHED, epoch)
-    return good
+        last = 2
+        if tl.load(control_of(state) + ABORT, cache_modifier=".cg") == 0:
+            epoch = tl.load(meta_of(state) + M_EPOCH)
+            tell(state, FIRST + R + rank_of(state), epoch, R, RP)
+            if await_all(state, PHASE_ROWS, FIRST + R, epoch, R, RP) == 1:
+                tl.store(control_of(state) + FINISHED, epoch)
+                last = 1
+    return last

@@ -17,9 +17,9 @@ import httptools
 
 from expertwire.proxy import faults
 from expertwire.proxy.faults import Fault
-from expertwire.proxy.headers import Headers
+from expertwire.proxy.headers import Digest, Headers
 from expertwire.proxy.http import render
-from expertwire.proxy.http.reply import Ask, Reply, Service
+from expertwire.proxy.http.reply import Ask, Known, Reply, Service
 from expertwire.proxy.http.wheel import NEVER, Timed
 from expertwire.proxy.seam import Request
 
@@ -29,6 +29,14 @@ _ESTABLISHED: Final = 1  # linux/tcp_states.h
 BODY_BYTES_PER_S: Final = 16_384  # a body's time grows by its bytes at this rate
 _RESET: Final = struct.pack("ii", 1, 0)  # socket(7), SO_LINGER: on, 0 s
 _SPECIAL: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"})
+# Heads that are kept, with what they meant: a client's differ in the length of the body only, which is part of them.
+KNOWN_HEADS: Final = 512
+KNOWN_BYTES: Final = 1024
+_NO_HEAD: Final = 3  # where the end of one was looked for and not found, and 4 added
+# With one of these a head is not kept: it comes once, or the request is not simply so many bytes.
+_VARYING: Final = frozenset(
+    {b"transfer-encoding", b"expect", b"upgrade", b"x-request-id", b"traceparent", b"tracestate", b"idempotency-key"}
+)
 _OF_UPGRADE: Final = frozenset({b"upgrade", b"connection", b"http2-settings"})
 
 
@@ -190,6 +198,21 @@ class Front(asyncio.Protocol, Timed):
         """Asyncio: bytes of requests."""
         if self._reading >= _READING_ENDED:
             return
+        head_end = 0
+        if self._reading is _READING_IDLE:
+            head_end = data.find(b"\r\n\r\n") + 4
+            known = self.service.known.get(data[:head_end])
+            if known is not None and known.size == len(data) - head_end:
+                # The same bytes as before, and nothing behind them: they mean the same, and the parser need not be asked again.
+                method, target, headers, digest, size = known
+                self._queue.append(Ask(Request(method, target, headers, data[head_end:], self.peer, digest), True, False, 0))
+                self._queued_bytes += size
+                if self._reply is not None or self.stalled:
+                    self._hold_back()
+                else:
+                    self._next()
+                return
+        waiting = len(self._queue)
         self._fed = len(data)
         try:
             self._parser.feed_data(data)
@@ -197,6 +220,8 @@ class Front(asyncio.Protocol, Timed):
             self._without_upgrade(data, upgrade)
         except httptools.HttpParserError as error:
             self._bad(error)
+        if _NO_HEAD < head_end <= KNOWN_BYTES and self._reading is _READING_IDLE and len(self._queue) == waiting + 1:
+            self._learn(data[:head_end], len(data) - head_end)
         if self._reading is _READING_HEAD and self._fault is None:
             self._head_bytes += len(data)
             if self._head_bytes > self.service.limits.head_bytes:
@@ -214,6 +239,20 @@ class Front(asyncio.Protocol, Timed):
             self._next()
         elif self._reading is not _READING_IDLE:
             self._await_rest(time.monotonic())
+
+    def _learn(self, head: bytes, size: int) -> None:
+        """It was one whole request, by its length, and the connection stays."""
+        ask = self._queue[-1]
+        if isinstance(ask, Fault) or ask.old or ask.counted or len(ask.request.body) != size:
+            return
+        request = ask.request
+        if not _VARYING.isdisjoint([name for name, _ in request.headers]) or b"upgrade:" in head.lower():  # that is not in them
+            return
+        known = self.service.known
+        if len(known) >= KNOWN_HEADS:
+            known.clear()
+        request.digest = Digest(request.target, request.headers)
+        known[head] = Known(request.method, request.target, request.headers, request.digest, size)
 
     # ---- reading
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from expertwire.proxy.faults import Fault
+from expertwire.proxy.headers import Digest, Headers
 from expertwire.proxy.held import Held
 from expertwire.proxy.http import render
 from expertwire.proxy.http.wheel import Wheel
@@ -41,6 +42,7 @@ class Service(Protocol):
     wheel: Wheel
     heads: render.Heads
     fronts: set[Front]
+    known: dict[bytes, Known]
     held: Held
     stopping: bool
 
@@ -52,6 +54,16 @@ class Service(Protocol):
 
     def out_of(self, what: str) -> Fault:
         """What is answered, and is counted, where there are no more "descriptors", or no room for "bodies"."""
+
+
+class Known(NamedTuple):
+    """What a head meant that came before, byte for byte, and how long the body behind it is."""
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    digest: Digest
+    size: int
 
 
 @dataclass(slots=True)
