@@ -215,3 +215,17 @@ def test_batches_to_d_alone_by_a_setting() -> None:
     assert [leg.body for leg in client.calls(Kind.DECODE)] == [body]
     assert not client.calls(Kind.PREFILL)
     assert world.core.metrics.value("decode_alone_total", "batch") == 1
+
+
+def test_answers_that_are_one_reply_have_one_limit() -> None:
+    """Each is within it, and together they are not: all are held until the last has come."""
+    world = World(config_of(limits__reply_bytes=3000))
+    client = world.ask({"model": "m", "prompt": "x", "n": 3})
+    for _ in range(3):
+        client.prefill()
+    client.answer(client.of(Kind.DECODE)[0], 200, reply_of("y" * 1200))
+    assert client.how == ""
+    client.answer(client.of(Kind.DECODE)[0], 200, reply_of("y" * 2000))
+    assert (client.status, client.error["type"]) == (502, "upstream_too_large")
+    assert not client.of(Kind.DECODE)
+    world.assert_idle()
