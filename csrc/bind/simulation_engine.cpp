@@ -168,8 +168,10 @@ class EngineProbe {
   public:
     EngineProbe(std::uint32_t outstanding_max, std::uint32_t peers, std::uint32_t lanes, bool ordered,
                 std::uint64_t hard_timeout_ns, std::uint32_t queued_max, std::uint32_t bulk_window,
-                std::uint64_t bulk_hold_ns)
-        : engine_(limits(outstanding_max, peers, lanes, hard_timeout_ns, queued_max, bulk_hold_ns), policy(ordered)),
+                std::uint64_t bulk_hold_ns, std::uint64_t bulk_chunk_bytes, std::uint64_t bulk_post_bytes)
+        : engine_(limits(outstanding_max, peers, lanes, hard_timeout_ns, queued_max, bulk_hold_ns, bulk_chunk_bytes,
+                         bulk_post_bytes),
+                  policy(ordered)),
           lanes_(lanes) {
         for (std::uint32_t peer = 0; peer < peers; ++peer) {
             for (std::uint32_t lane = 0; lane < lanes; ++lane) {
@@ -178,16 +180,22 @@ class EngineProbe {
         }
     }
 
-    // Chunks: a list of lanes, one write each. Controls: a list of (lane, scope).
+    // Chunks: a list of lanes, one write (or read) each; those of a bulk lane are neighbours. Controls: a list of
+    // (lane, scope).
     std::pair<std::string, std::uint64_t> submit(std::uint32_t peer, const std::vector<std::uint32_t>& chunk_lanes,
-                                                 const std::vector<std::pair<std::uint32_t, std::uint32_t>>& controls) {
+                                                 const std::vector<std::pair<std::uint32_t, std::uint32_t>>& controls,
+                                                 bool reads) {
         std::vector<ChunkSpec> chunks;
+        std::uint64_t at = 0;
         for (const std::uint32_t lane : chunk_lanes) {
             ChunkSpec spec;
+            if (reads) spec.kind = OpKind::read;
             spec.queue_pair = QueuePairId{peer * lanes_ + lane};
             spec.local = RegionId{0};
             spec.remote = RemoteRegionId{0};
             spec.bytes = lane > 0 ? 65'536 : 64;
+            spec.local_offset = spec.remote_offset = lane > 0 ? at : 0;
+            at += lane > 0 ? spec.bytes : 0;
             chunks.push_back(spec);
         }
         std::vector<ControlSpec> specs;
@@ -210,6 +218,7 @@ class EngineProbe {
         const std::size_t count = engine_.take_posts(commands, now_);
         std::vector<std::pair<std::uint64_t, std::string>> posted;
         std::size_t asked = 0;
+        posted_bytes_.clear();
         for (std::size_t i = 0; i < count; ++i) {
             if (!engine_.may_post(commands[i])) continue;
             const std::string outcome = asked < outcomes.size() ? outcomes[asked] : "posted";
@@ -219,10 +228,12 @@ class EngineProbe {
             if (outcome == "failed") result = {PostOutcome::failed, Status::bad_key, 5};
             engine_.on_posted(commands[i], result, now_);
             if (result.outcome != PostOutcome::posted) continue;
+            posted_bytes_.push_back(commands[i].bytes);
             posted.emplace_back(commands[i].ticket.pack(), commands[i].kind == OpKind::signal ? "signal" : "write");
         }
         return posted;
     }
+    std::vector<std::uint64_t> posted_bytes() const { return posted_bytes_; }  // of the last post()
     void complete(std::uint64_t ticket, const std::string& status, bool delivered) {
         engine_.on_completion({Ticket::unpack(ticket), parse(status), delivered ? Level::delivered : Level::local, 0},
                               now_);
@@ -309,7 +320,8 @@ class EngineProbe {
 
   private:
     static EngineLimits limits(std::uint32_t outstanding_max, std::uint32_t peers, std::uint32_t lanes,
-                               std::uint64_t hard_timeout_ns, std::uint32_t queued_max, std::uint64_t bulk_hold_ns) {
+                               std::uint64_t hard_timeout_ns, std::uint32_t queued_max, std::uint64_t bulk_hold_ns,
+                               std::uint64_t bulk_chunk_bytes, std::uint64_t bulk_post_bytes) {
         EngineLimits limits;
         limits.peers_max = peers;
         limits.queue_pairs_max = peers * lanes;
@@ -321,6 +333,8 @@ class EngineProbe {
         limits.regions_max = 4;
         limits.hard_timeout_ns = hard_timeout_ns;
         limits.bulk_hold_ns = bulk_hold_ns;
+        limits.bulk_chunk_bytes = bulk_chunk_bytes;
+        limits.bulk_post_bytes = bulk_post_bytes;
         return limits;
     }
     static GatePolicy policy(bool ordered) {
@@ -338,18 +352,21 @@ class EngineProbe {
 
     Engine engine_;
     std::uint32_t lanes_;
+    std::vector<std::uint64_t> posted_bytes_;
     TimeNs now_ = 0;
 };
 
 void bind_probe(nb::module_& module) {
     nb::class_<EngineProbe>(module, "EngineProbe", "One engine whose provider is the caller (unit tests).")
         .def(nb::init<std::uint32_t, std::uint32_t, std::uint32_t, bool, std::uint64_t, std::uint32_t, std::uint32_t,
-                      std::uint64_t>(),
+                      std::uint64_t, std::uint64_t, std::uint64_t>(),
              "outstanding_max"_a = 8, "peers"_a = 2, "lanes"_a = 2, "ordered"_a = false,
-             "hard_timeout_ns"_a = 1'000'000, "queued_max"_a = 64, "bulk_window"_a = 0, "bulk_hold_ns"_a = 0)
+             "hard_timeout_ns"_a = 1'000'000, "queued_max"_a = 64, "bulk_window"_a = 0, "bulk_hold_ns"_a = 0,
+             "bulk_chunk_bytes"_a = 0, "bulk_post_bytes"_a = 0)
         .def("submit", &EngineProbe::submit, "peer"_a, "chunk_lanes"_a,
-             "controls"_a = std::vector<std::pair<std::uint32_t, std::uint32_t>>{})
+             "controls"_a = std::vector<std::pair<std::uint32_t, std::uint32_t>>{}, "reads"_a = false)
         .def("post", &EngineProbe::post, "most"_a = 64, "outcomes"_a = std::vector<std::string>{})
+        .def("posted_bytes", &EngineProbe::posted_bytes)
         .def("complete", &EngineProbe::complete, "ticket"_a, "status"_a = "ok", "delivered"_a = true)
         .def("advance", &EngineProbe::advance, "ns"_a)
         .def("status", &EngineProbe::status, "request"_a)

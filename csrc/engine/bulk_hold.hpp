@@ -43,6 +43,8 @@ class BulkHold {
 
     bool held(TimeNs now) const { return active() && beside(now) && now < since_ + hold_ns_; }
     bool wary(TimeNs now) const { return active() && now < wary_until_; }
+    // Nothing small is about that a long operation would stand before.
+    bool alone(TimeNs now) const { return !active() || (now >= wary_until_ && !beside(now)); }
 
   private:
     // What has not ended by then, as with a peer that has stopped, holds no others' bulk any more.

@@ -189,7 +189,12 @@ void Engine::on_posted(const PostCommand& command, PostResult result, TimeNs now
         --lanes_pushed_back_;
     }
     if (result.outcome == PostOutcome::posted) {
-        accepted_by_provider(index, now);
+        const Operation& operation = operations_[index];
+        if (operation.line == LineKind::data && operation.position != lane.line(LineKind::data).posted)
+            ++counts_.misuses;
+        std::uint32_t at = index;
+        for (std::uint32_t left = operation.joined + 1; left > 0; --left, at = operations_[at].next_in_line)
+            accepted_by_provider(at, now);
     } else {
         result.status = as_failure(result.status);
         rejected_by_provider(index, result);
@@ -205,6 +210,7 @@ void Engine::pull_back(QueuePair& lane) {
         bulk_hold_.drop(lane.bulk_window > 0);
         forget_slot(operations_[i]);
         operations_[i].state = OperationState::queued;
+        operations_[i].joined = 0;
         ++postable_;
     }
     data.cursor = data.first_unposted;
@@ -220,7 +226,6 @@ void Engine::accepted_by_provider(std::uint32_t index, TimeNs now) {
     Operation& operation = operations_[index];
     QueuePair& lane = lanes_[operation.queue_pair];
     if (operation.line == LineKind::control) leave_ready(index);
-    if (operation.line == LineKind::data && operation.position != lane.line(LineKind::data).posted) ++counts_.misuses;
     operation.state = OperationState::posted;
     ++lane.in_flight;
     ++counts_.operations_posted;
@@ -266,7 +271,9 @@ void Engine::uncount(std::uint32_t slot) {
     if (!info.counted) return;
     info.counted = false;
     --counted_;
-    --lanes_[operations_[info.operation].queue_pair].counted;
+    const Operation& operation = operations_[info.operation];
+    --lanes_[operation.queue_pair].counted;
+    lanes_[operation.queue_pair].weight -= weight(operation);
 }
 
 void Engine::untime(std::uint32_t slot) {
@@ -294,6 +301,15 @@ void Engine::on_completion(const Completion& completion, TimeNs now) {
     const std::uint32_t index = slot_info_[ticket.slot].operation;
     const bool small = lanes_[operations_[index].queue_pair].bulk_window == 0;
     if (small && operations_[index].line == LineKind::data) bulk_hold_.small_completed(now);
+    // What was posted with it has ended with it. Nothing of it has left its line before: that goes in order.
+    std::uint32_t at = index;
+    std::uint32_t left = mutant(Mutant::join_ends_one) ? 1 : operations_[index].joined + 1;
+    for (; left > 0; --left, at = operations_[at].next_in_line)
+        if (operations_[at].state == OperationState::posted) end_completed(at, completion);
+    settle();
+}
+
+void Engine::end_completed(std::uint32_t index, const Completion& completion) {
     if (completion.status == Status::ok) {
         const Level needed = policy_.delivery_complete ? Level::delivered : Level::local;
         if (completion.level < needed && operations_[index].kind != OpKind::read) {
@@ -301,12 +317,11 @@ void Engine::on_completion(const Completion& completion, TimeNs now) {
         } else {
             end_posted(index, Status::ok);
         }
-    } else {
-        const Status status = as_failure(completion.status);
-        end_posted(index, status);
-        fail_operation(index, status, completion.code);
+        return;
     }
-    settle();
+    const Status status = as_failure(completion.status);
+    end_posted(index, status);
+    fail_operation(index, status, completion.code);
 }
 
 void Engine::finish(std::uint32_t index, Status result) {

@@ -38,6 +38,12 @@ struct EngineLimits {
     TimeNs bulk_hold_ns = 0;
     TimeNs bulk_quiet_ns = 100'000;
     TimeNs bulk_wary_ns = 20'000'000;
+    // What the window of a bulk lane is reckoned in: chunks of so many bytes, however they were cut, a read twice; 0:
+    // operations.
+    std::uint64_t bulk_chunk_bytes = 0;
+    // Neighbours of one request on a bulk lane are posted as one operation of up to so many bytes, while nothing small
+    // is about; 0: each by itself. Class B only.
+    std::uint64_t bulk_post_bytes = 0;
     std::uint32_t queue_pairs_per_peer_max = 8;
     std::uint32_t regions_max = 4096;    // RegionId.value is below it
     std::uint32_t held_max = 2048;       // control operations whose gate is closed at one time
@@ -250,7 +256,12 @@ class Engine {
 
     // engine.cpp: from the queue to the record
     bool take_one(std::uint32_t queue_pair, PostCommand& out, TimeNs now);
-    std::uint32_t window_of(const QueuePair& lane, TimeNs now) const;
+    bool has_room(const QueuePair& lane, const Operation& operation, TimeNs now) const;
+    std::uint64_t weight(const Operation& operation) const;
+    void give_slot(std::uint32_t index);
+    bool joins(const QueuePair& lane, const Operation& last, const Operation& next, std::uint64_t bytes) const;
+    void join_neighbours(QueuePair& lane, std::uint32_t index, PostCommand& out, TimeNs now);
+    void end_completed(std::uint32_t index, const Completion& completion);
     bool held_back(const QueuePair& lane, TimeNs now);
     void fill(PostCommand& out, const Operation& operation) const;
     void pull_back(QueuePair& lane);

@@ -117,12 +117,15 @@ std::string Engine::check_lane(std::uint32_t index) const {
         if (std::string fault = check_line(index, kind); !fault.empty()) return fault;
     }
     std::uint32_t entries = 0, in_flight = 0, counted = 0, ready = 0, waiting = 0;
+    std::uint64_t weighed = 0;
     for (const LineKind kind : {LineKind::data, LineKind::control}) {
         for (std::uint32_t i = lane.line(kind).head; i != no_index; i = operations_[i].next_in_line) {
             const Operation& operation = operations_[i];
             ++entries;
             in_flight += operation.state == OperationState::posted;
-            counted += operation.slot.valid() && slot_info_[operation.slot.slot].counted;
+            const bool counts = operation.slot.valid() && slot_info_[operation.slot.slot].counted;
+            counted += counts;
+            weighed += counts ? weight(operation) : 0;
             const bool unposted_control =
                 operation.line == LineKind::control &&
                 (operation.state == OperationState::queued || operation.state == OperationState::taken);
@@ -130,7 +133,7 @@ std::string Engine::check_lane(std::uint32_t index) const {
         }
     }
     for (std::uint32_t i = lane.ready_head; i != no_index; i = operations_[i].next_ready) ++ready;
-    if (entries != lane.entries || in_flight != lane.in_flight || counted != lane.counted) {
+    if (entries != lane.entries || in_flight != lane.in_flight || counted != lane.counted || weighed != lane.weight) {
         return broken_rule("5", "a lane's counts are wrong", index);
     }
     if (ready != waiting) return broken_rule("5", "a control whose gate is open was lost", index);

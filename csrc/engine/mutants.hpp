@@ -30,6 +30,8 @@ enum class Mutant : std::uint8_t {
     never_reopens,            // a lane that aborted stays closed to what was accepted since
     count_one_fewer,          // class C: the target adds a signal one immediate too early
     tag_freed_at_failure,     // class C: the tag of a failed write is used again before its immediate has come
+    join_over_gap,            // chunks are posted as one that are neighbours here, and not there
+    join_ends_one,            // the end of what was posted as one ends the first of it
 };
 
 #ifdef EXPERTWIRE_MUTANTS
@@ -63,6 +65,8 @@ inline constexpr NamedMutant named_mutants[] = {
     {Mutant::never_reopens, "never_reopens"},
     {Mutant::count_one_fewer, "count_one_fewer"},
     {Mutant::tag_freed_at_failure, "tag_freed_at_failure"},
+    {Mutant::join_over_gap, "join_over_gap"},
+    {Mutant::join_ends_one, "join_ends_one"},
 };
 
 inline Mutant active_mutant = Mutant::none;  // one value for the process, set before a run, by its one caller

@@ -36,6 +36,7 @@ struct Operation {
     Ticket slot;                    // while taken or posted, and in the data line until retired
     std::uint64_t position = 0;     // in its line
     std::uint64_t serial = 0;       // moment of acceptance of its request
+    std::uint32_t joined = 0;       // so many behind it in its line were posted with it, as one
     std::uint32_t next_in_line = no_index;
     std::uint32_t previous_in_request = no_index;
     std::uint32_t next_in_request = no_index;
@@ -87,6 +88,7 @@ struct QueuePair {
     std::uint32_t ready_cursor = no_index;
     std::uint32_t bulk_window = 0;  // of a bulk lane, which is served after all others; else 0
     std::uint32_t counted = 0;      // slots that count against the window (SPEC T2)
+    std::uint64_t weight = 0;       // of a bulk lane: of what is counted, against its own window
     std::uint32_t in_flight = 0;    // posted and not finished, quarantined ones included
     std::uint32_t entries = 0;      // operations accepted and not retired, both lines
     TimeNs again_since = 0;         // first AGAIN since the last accepted post

@@ -15,11 +15,11 @@
 namespace expertwire::local {
 namespace {
 
-constexpr std::uint64_t kAtOnceBytes = 64 * 1024;    // copied by the post itself: ~10 µs
-constexpr std::uint64_t kQuantumBytes = 128 * 1024;  // copied by one poll, so that a turn stays short
-constexpr std::chrono::milliseconds kLives{1};       // who was seen alive has its number for so long at least
-constexpr int kDatagramsMax = 64;                    // taken by one poll
-constexpr std::uint32_t kLookEvery = 64;             // polls; a sender may have died between its datagram and its count
+constexpr std::uint64_t kAtOnceBytes = 64 * 1024;  // copied by the post itself: ~10 µs
+constexpr std::uint64_t kStepBytes = 128 * 1024;   // copied by one poll under one word: who closes a region waits
+constexpr std::chrono::milliseconds kLives{1};     // who was seen alive has its number for so long at least
+constexpr int kDatagramsMax = 64;                  // taken by one poll
+constexpr std::uint32_t kLookEvery = 64;           // polls; a sender may have died between its datagram and its count
 
 // Our word in a peer's mailbox while we touch a region of its; true while the key is the current one, and we are not
 // fenced off.
@@ -204,12 +204,12 @@ void LocalProvider::finish(const PostCommand& command, Status status, int code) 
     done_.push_back({command.ticket, status, command.level, code});
 }
 
-// Round robin over the copies in progress, one quantum a poll: no long copy holds up another.
+// Round robin over the copies in progress, one step a poll: no long copy holds up another.
 void LocalProvider::advance_copies() {
     if (copies_.empty()) return;
     Copy next = copies_.front();
     copies_.pop_front();
-    const std::uint64_t bytes = std::min(kQuantumBytes, next.command.bytes - next.done);
+    const std::uint64_t bytes = std::min(kStepBytes, next.command.bytes - next.done);
     const Copied copied = copy(next.command, next.done, bytes);
     next.done += bytes;
     if (copied.status == Status::ok && next.done < next.command.bytes) {

@@ -133,6 +133,7 @@ class LocalProvider final : public Provider {
     PostResult post(const PostCommand& command) override;
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
     int wait_fd() const override { return socket_.get(); }
+    bool copying() const override { return !copies_.empty(); }
     bool may_sleep() override;
     ProviderCounters counters() const override { return counters_; }
     void close() override;

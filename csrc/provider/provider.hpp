@@ -91,6 +91,8 @@ class Provider {
     // A descriptor that becomes readable when poll() has work, or -1 where the provider has none (bounded polling
     // then). may_sleep() is asked right before sleeping on it (fi_trywait): false means poll again first.
     virtual int wait_fd() const = 0;
+    // Polls do the work of what was posted, and there is more: look again at once.
+    virtual bool copying() const { return false; }
     virtual bool may_sleep() = 0;
 
     // Replacing the endpoints, all at once (SPEC T14): the only way to be sure that what was posted over it touches no

@@ -130,7 +130,7 @@ bool EngineSimulation::open_lanes(std::uint32_t rank, std::uint32_t peer) {
     member.lanes[peer].clear();
     for (std::uint32_t lane = 0; lane < plan_.lanes; ++lane) {
         const EndpointId endpoint{member.next_endpoint == 16 ? lane % plan_.endpoints : member.next_endpoint};
-        const QueuePairId id = engine(rank).open_queue_pair(PeerId{peer}, endpoint);
+        const QueuePairId id = engine(rank).open_queue_pair(PeerId{peer}, endpoint, lane > 0 ? plan_.bulk_window : 0);
         if (!id.valid()) return false;
         member.lanes[peer].push_back(id);
     }
@@ -217,6 +217,7 @@ void EngineSimulation::look_for_starvation(std::uint32_t rank) {
     const std::uint64_t posted = engine(rank).statistics().operations_posted;
     for (std::size_t i = 0; i < member.watches.size(); ++i) {
         const QueuePairView view = engine(rank).view(member.lanes[i / plan_.lanes][i % plan_.lanes]);
+        if (plan_.bulk_window > 0 && i % plan_.lanes > 0) continue;  // served after the others, and held back
         Member::Watch& watch = member.watches[i];
         const bool waits = view.accepted > view.posted && view.in_flight == 0;
         if (!waits || view.posted != watch.posted) watch = {view.posted, posted};
@@ -247,6 +248,9 @@ void EngineSimulation::draw_job(EngineOracle::Job& job, std::uint32_t peer) {
         chunk.kind = reads ? OpKind::read : OpKind::write;
         chunk.bytes = static_cast<std::uint32_t>(random_.between(1, EngineOracle::chunk_bytes_max));
         chunk.lane = static_cast<std::uint32_t>(random_.below(plan_.lanes));
+        if (plan_.bulk_window == 0) continue;  // else often what can be posted with the one before
+        if (random_.chance(0.8)) chunk.bytes = EngineOracle::chunk_bytes_max;
+        if (c > 0 && random_.chance(0.8)) chunk.lane = job.chunks[c - 1].lane;
     }
 }
 

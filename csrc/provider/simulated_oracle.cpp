@@ -64,17 +64,26 @@ void EngineOracle::check_memory() {
 void EngineOracle::on_torn(const SimulatedNetwork::Landing& landing) {
     const PostCommand& command = landing.command;
     if (command.kind != OpKind::write) return;
-    const auto index = static_cast<std::uint32_t>(command.local_offset / chunk_bytes_max);
-    const std::uint32_t place = index / chunks_max;
-    const Chunk& chunk = job(landing.source, place).chunks[index % chunks_max];
-    if (!chunk.hopeless) {
-        const std::uint64_t at = inbox_piece(landing.source, place, index % chunks_max);
-        expect(landing.target, inbox, at, memory(landing.target, inbox, at), chunk.bytes);
-        check_around(landing.target, inbox, at);
+    const bool ordered = network_.provider(0).capabilities().ordering == OrderingClass::ordered;
+    const auto [place, first, end] = pieces_of(command);
+    for (std::uint32_t c = first; c < end; ++c) {
+        const Chunk& chunk = job(landing.source, place).chunks[c];
+        const std::uint64_t at = inbox_piece(landing.source, place, c);
+        if (!chunk.hopeless) expect(landing.target, inbox, at, memory(landing.target, inbox, at), chunk.bytes);
+        // Where order alone is promised (class A), a signal follows its payload at once: that the payload then fails at
+        // the target nobody can know in time.
+        if (ordered) facts_[chunk.fact] = excused;
     }
-    // Where order alone is promised (class A), a signal follows its payload at once: that the payload then fails at the
-    // target nobody can know in time.
-    if (network_.provider(0).capabilities().ordering == OrderingClass::ordered) facts_[chunk.fact] = excused;
+    for (std::uint32_t c = first; c < end; ++c)
+        if (!job(landing.source, place).chunks[c].hopeless)
+            check_around(landing.target, inbox, inbox_piece(landing.source, place, c));
+}
+
+EngineOracle::Pieces EngineOracle::pieces_of(const PostCommand& command) {
+    const auto first = static_cast<std::uint32_t>(command.local_offset / chunk_bytes_max);
+    const auto end = static_cast<std::uint32_t>((command.local_offset + command.bytes - 1) / chunk_bytes_max) + 1;
+    const std::uint32_t place = first / chunks_max;
+    return {place, first - place * chunks_max, std::min(end - place * chunks_max, chunks_max)};
 }
 
 void EngineOracle::fail(const std::string& what, std::uint32_t rank, std::uint32_t place) {
@@ -172,30 +181,32 @@ void EngineOracle::on_write(const SimulatedNetwork::Landing& landing) {
     const PostCommand& command = landing.command;
     if (command.remote == remote(landing.target, fragile))
         return fail("a write landed in a closed region", landing.source, 0);
-    const auto index = static_cast<std::uint32_t>(command.local_offset / chunk_bytes_max);
-    const std::uint32_t place = index / chunks_max;
-    const std::uint32_t c = index % chunks_max;
+    const auto [place, first, end] = pieces_of(command);
     Job& it = job(landing.source, place);
     if (!it.active && !it.flying) return fail("a write landed after its request was terminal", landing.source, place);
-    if (facts_[it.chunks[c].fact] != 0) return fail("a write landed twice", landing.source, place);
-    facts_[it.chunks[c].fact] = 1;
-    const std::byte* at = memory(landing.target, inbox, inbox_piece(landing.source, place, c));
-    if (!matches(at, payload_seed(landing.source, place, c, it.epoch), it.chunks[c].bytes)) {
-        fail("a write landed with bytes of another epoch: its source was reused too early", landing.source, place);
+    for (std::uint32_t c = first; c < end; ++c) {
+        if (facts_[it.chunks[c].fact] != 0) return fail("a write landed twice", landing.source, place);
+        facts_[it.chunks[c].fact] = 1;
+        const std::byte* at = memory(landing.target, inbox, inbox_piece(landing.source, place, c));
+        if (!matches(at, payload_seed(landing.source, place, c, it.epoch), it.chunks[c].bytes)) {
+            fail("a write landed with bytes of another epoch: its source was reused too early", landing.source, place);
+        }
+        expect(landing.target, inbox, inbox_piece(landing.source, place, c), at, it.chunks[c].bytes);
     }
-    expect(landing.target, inbox, inbox_piece(landing.source, place, c), at, it.chunks[c].bytes);
-    check_around(landing.target, inbox, inbox_piece(landing.source, place, c));
+    for (std::uint32_t c = first; c < end; ++c)
+        check_around(landing.target, inbox, inbox_piece(landing.source, place, c));
 }
 
 void EngineOracle::on_read(const SimulatedNetwork::Landing& landing) {
-    const auto index = static_cast<std::uint32_t>(landing.command.local_offset / chunk_bytes_max);
-    Job& it = job(landing.source, index / chunks_max);
-    if (!it.active) return fail("a read landed after its request was terminal", landing.source, index / chunks_max);
-    facts_[it.chunks[index % chunks_max].fact] = 1;
-    const std::uint64_t at = piece(index / chunks_max, index % chunks_max);
-    expect(landing.source, reads, at, shadow_[landing.target][library].data() + at,
-           it.chunks[index % chunks_max].bytes);
-    check_around(landing.source, reads, at);
+    const auto [place, first, end] = pieces_of(landing.command);
+    Job& it = job(landing.source, place);
+    if (!it.active) return fail("a read landed after its request was terminal", landing.source, place);
+    for (std::uint32_t c = first; c < end; ++c) {
+        facts_[it.chunks[c].fact] = 1;
+        const std::uint64_t at = piece(place, c);
+        expect(landing.source, reads, at, shadow_[landing.target][library].data() + at, it.chunks[c].bytes);
+    }
+    for (std::uint32_t c = first; c < end; ++c) check_around(landing.source, reads, piece(place, c));
 }
 
 void EngineOracle::on_control(std::uint32_t rank, std::uint32_t place, std::uint64_t epoch) {

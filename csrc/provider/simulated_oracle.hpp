@@ -98,6 +98,10 @@ class EngineOracle {
     std::uint64_t controls_checked() const { return controls_checked_; }
 
   private:
+    struct Pieces {  // chunks of one job that an operation carries: neighbours may be posted as one
+        std::uint32_t place = 0, first = 0, end = 0;
+    };
+    static Pieces pieces_of(const PostCommand& command);
     void on_landing(const SimulatedNetwork::Landing& landing);
     void on_write(const SimulatedNetwork::Landing& landing);
     void on_read(const SimulatedNetwork::Landing& landing);

@@ -66,6 +66,19 @@ void squeeze(EnginePlan& plan, const EngineSimulationOptions& options, Random& r
     plan.swarm.clear();
 }
 
+// From numbers of their own: other seeds stay what they were.
+void draw_bulk(EnginePlan& plan, const EngineSimulationOptions& options) {
+    Random random(mix64(options.seed ^ 0x62'75'6c'6b));
+    if (plan.policy.ordering != OrderingClass::delivery_gated || !random.chance(0.4)) return;
+    plan.bulk_window = static_cast<std::uint32_t>(random.between(1, 6));
+    plan.limits.bulk_post_bytes = random.between(2, EngineOracle::chunks_max) * EngineOracle::chunk_bytes_max;
+    if (random.chance(0.5)) plan.limits.bulk_chunk_bytes = EngineOracle::chunk_bytes_max;
+    if (random.chance(0.5)) plan.limits.bulk_hold_ns = 4'000;
+    plan.limits.bulk_quiet_ns = 1'000;
+    plan.limits.bulk_wary_ns = 8'000;
+    plan.swarm.emplace_back("bulk");
+}
+
 }  // namespace
 
 EnginePlan make_engine_plan(const EngineSimulationOptions& options, Random& random) {
@@ -102,6 +115,7 @@ EnginePlan make_engine_plan(const EngineSimulationOptions& options, Random& rand
     draw_swarm(plan, random);
     if (random.chance(0.3))
         plan.limits.first_generation = ~std::uint32_t{0} - static_cast<std::uint32_t>(random.below(4));
+    draw_bulk(plan, options);
     if (options.squeeze) squeeze(plan, options, random);
     if (options.own_faults) {
         plan.faults = options.faults;

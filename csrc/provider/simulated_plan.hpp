@@ -18,6 +18,7 @@ struct EnginePlan {
     NetworkFaults faults;
     bool closes_regions = false, wrong_ranges = false, freezes = false, kills = false, endpoint_errors = false,
          cancels = false, local_levels = false;
+    std::uint32_t bulk_window = 0;   // above 0: lanes but the first are bulk lanes, and neighbours are posted as one
     double served = 1;               // how often a rank gets its turn
     std::vector<std::string> swarm;  // what is switched on
     bool errors_possible() const {

@@ -16,7 +16,8 @@ namespace expertwire::runtime {
 
 namespace {
 
-constexpr TimeNs farewell_ns = 1'000'000'000;  // how long close() waits for `leaving` to go out over the fabric
+constexpr std::uint64_t chunks_joined_max = 4;  // of bulk, in one operation
+constexpr TimeNs farewell_ns = 1'000'000'000;   // how long close() waits for `leaving` to go out over the fabric
 constexpr TimeNs fault_drain_ns = 300'000'000;
 constexpr TimeNs destructor_drain_ns = 100'000'000;
 
@@ -89,7 +90,7 @@ std::unique_ptr<Provider> open_provider(const ContextOptions& options, ContextSt
     return provider;
 }
 
-EngineLimits engine_limits(const ContextOptions& options) {
+EngineLimits engine_limits(const ContextOptions& options, const Capabilities& capabilities) {
     EngineLimits limits;
     const std::uint32_t lanes = options.lanes + 1;  // one of ours, for pulses and barriers
     limits.peers_max = options.size;
@@ -102,6 +103,8 @@ EngineLimits engine_limits(const ContextOptions& options) {
     limits.regions_max = options.regions_max;
     limits.hard_timeout_ns = options.hard_timeout_ns;
     limits.bulk_hold_ns = options.bulk_hold_ns;
+    limits.bulk_chunk_bytes = options.bulk_chunk_bytes;
+    limits.bulk_post_bytes = std::min(capabilities.message_bytes_max, chunks_joined_max * options.bulk_chunk_bytes);
     return limits;
 }
 
@@ -140,7 +143,7 @@ Context::Context(const ContextOptions& options) {
     ControlResult result;
     const GatePolicy policy = make_gate_policy(state.capabilities, options.settings, result);
     if (!result.ok()) throw Failure(FailureKind::invalid_argument, result.message);
-    const EngineLimits limits = engine_limits(options);
+    const EngineLimits limits = engine_limits(options, state.capabilities);
     state.engine = std::make_unique<Engine>(limits, policy);
     state.rank_of_slot.resize(2 * std::size_t{options.outstanding_max});
 

@@ -49,7 +49,9 @@ struct ContextOptions {
     std::uint32_t endpoints = 1;
     std::uint64_t bulk_chunk_bytes = 256 * 1024;  // half of it where small work has met bulk not long ago
     TimeNs bulk_hold_ns = 250'000;                // beside small work one chunk in so long; 0: at any time
-    std::uint32_t bulk_window = 4;                // chunks in flight on a bulk lane; 1 where small work has met bulk
+    // Chunks in flight on a bulk lane, of reads half as many; 1 where small work has met bulk. Up to four neighbours go
+    // out as one operation where none has.
+    std::uint32_t bulk_window = 8;
     std::uint32_t requests_max = 4096;    // requests alive at one time, finished ones that nobody released included
     std::uint32_t counters = 0;           // 64-bit signal words of region "counters" (SPEC T9)
     TimeNs timeout_ns = 100'000'000'000;  // SPEC T19: the default of every wait

@@ -14,6 +14,9 @@ namespace {
 
 constexpr std::size_t reaped_per_turn = 64;
 constexpr TimeNs word_retry_ns = 1'000'000;
+// A caller that asks for a request copies for so long, unless somebody wants the token: each time that it goes back to
+// its interpreter between two pieces both find the caches taken by the other.
+constexpr TimeNs copying_ns = 300'000;
 
 // In the order in which they are told: whom we have removed before what may be said of us, the farewell last.
 struct PulseWord {
@@ -79,8 +82,9 @@ bool holds_news(const PeerRecord& peer, const Liveness::Own& own) {
 }  // namespace
 
 bool ContextState::turn(TimeNs budget_ns, Ticket until) {
-    TimeNs now = now_ns();
-    const TimeNs end = now + budget_ns;
+    const TimeNs begin = now_ns();
+    const TimeNs end = begin + budget_ns;
+    TimeNs now = begin;
     const std::uint64_t small_seen = engine->small_ended();
     bool moved = false;
     reap(now);
@@ -101,9 +105,11 @@ bool ContextState::turn(TimeNs budget_ns, Ticket until) {
         const bool arrived = !arrivals_scratch.empty();
         if (arrived) collect_arrivals();
         moved = moved || result.moved() || arrived;
-        if (!result.moved() || small_ended || (until.valid() && engine->status(until) != Status::pending)) break;
+        if (small_ended || (until.valid() && engine->status(until) != Status::pending)) break;
+        const bool copying = provider->copying();
+        if (!result.moved() && !copying) break;
         now = now_ns();
-        if (now >= end || token.wanted()) break;
+        if (now >= (copying && until.valid() ? begin + copying_ns : end) || token.wanted()) break;
     }
     ++counters.turns;
     if (moved) {

@@ -169,7 +169,9 @@ void ProgressThread::sleep(ContextState& state) {
     const bool may_sleep = fd < 0 || state.provider->may_sleep();
     const bool starved = state.starved || state.bulk_held;
     const bool idle = state.engine->idle();
+    const bool copying = state.provider->copying();
     state.token.give();
+    if (copying) return;
     if (!may_sleep && ++refused_sleeps_ < refused_sleeps_max) return;
     refused_sleeps_ = 0;
 

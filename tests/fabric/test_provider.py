@@ -129,6 +129,20 @@ def test_a_killed_writer_gives_back_the_region_that_it_was_writing_to_and_a_stop
     raise AssertionError("no writer was caught in the middle of a copy")
 
 
+def test_a_copy_goes_in_steps_of_which_a_region_being_closed_waits_for_one() -> None:
+    """On local: a poll copies 128 KiB under the word that says so, and what was not copied by then is not written any more."""
+    step = 128 << 10
+    with pair("local", {}) as both:
+        both.side.store(0, b"\1" * (4 * step))
+        assert both.post("write", 1, local=DATA, remote=DATA, bytes=4 * step)[0] == "posted"
+        both.probe.poll()
+        assert both.ask_without_looking("load", 0, 2 * step) == b"\1" * step + bytes(step)
+        assert both.ask_without_looking("deregister", DATA) == 0
+        completions, _ = both.probe.poll()
+        assert [entry[2] for entry in completions] == ["bad_key"]
+        assert both.ask_without_looking("load", step, step) == bytes(step)
+
+
 def test_who_is_fenced_off_adds_to_nothing_until_it_is_added_again() -> None:
     """On local: it maps our memory, and may wake up."""
     ours, theirs = Side("local", {}), Side("local", {})

@@ -26,6 +26,8 @@ ENGINE_MUTANTS = (
     "buffer_freed_at_timeout",
     "long_write",  # seen by the shadow of the memory alone
     "never_reopens",  # seen by what must end once the network has healed
+    "join_over_gap",
+    "join_ends_one",
 )
 
 
@@ -127,7 +129,7 @@ def test_every_kind_of_fault_was_on_without_each_other(thousand: list[RunReport]
     """Swarm testing: a kind that is always there hides what another would show alone."""
     swarms = [set(report.swarm) for report in thousand]
     kinds = set().union(*swarms)
-    assert len(kinds) == 20
+    assert len(kinds) == 21
     missing = [(a, b) for a, b in permutations(kinds, 2) if not any(a in swarm and b not in swarm for swarm in swarms)]
     assert missing == []
 

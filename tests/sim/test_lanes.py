@@ -151,3 +151,127 @@ def test_a_small_one_that_does_not_end_holds_nobody_for_long() -> None:
     engine.advance(1_000_000)
     assert len(engine.post() + engine.post()) == 2
     assert engine.invariants() == ""
+
+
+CHUNK = 65_536
+
+
+def joining_probe(**options: Any) -> Any:
+    engine = probe(**{"bulk_window": 8, "bulk_chunk_bytes": CHUNK, "bulk_post_bytes": 4 * CHUNK, "hard_timeout_ns": 10**9, **options})
+    engine.advance(100_000_000)
+    return engine
+
+
+def test_neighbours_are_posted_as_one_and_end_with_it() -> None:
+    engine = joining_probe()
+    _, bulk = engine.submit(0, [BULK] * 10)
+    posted = engine.post()
+    assert engine.posted_bytes() == [4 * CHUNK, 4 * CHUNK], "four at most, and a window of eight"
+    assert engine.lane(0, BULK)["in_flight"] == 8, "each is in flight by itself"
+    assert engine.invariants() == ""
+    engine.complete(posted[1][0])
+    assert engine.lane(0, BULK)["retired"] == 0, "what is before it has not ended"
+    engine.complete(posted[0][0])
+    assert engine.lane(0, BULK)["retired"] == 8
+    last = engine.post()
+    assert engine.posted_bytes() == [2 * CHUNK]
+    finish(engine, last)
+    assert engine.status(bulk) == "ok"
+    assert engine.idle()
+    assert engine.invariants() == ""
+
+
+def test_reads_have_half_the_window() -> None:
+    engine = joining_probe()
+    engine.submit(0, [BULK] * 10, reads=True)
+    engine.post()
+    assert engine.posted_bytes() == [4 * CHUNK]
+
+
+def test_requests_are_not_joined_with_each_other_nor_in_class_a() -> None:
+    engine = joining_probe()
+    engine.submit(0, [BULK] * 2)
+    engine.submit(0, [BULK] * 3)
+    engine.post()
+    assert engine.posted_bytes() == [2 * CHUNK, 3 * CHUNK]
+    ordered = joining_probe(ordered=True)
+    ordered.submit(0, [BULK] * 3)
+    ordered.post()
+    assert ordered.posted_bytes() == [CHUNK] * 3
+
+
+def test_where_a_small_one_has_met_bulk_chunks_go_one_by_one() -> None:
+    engine = joining_probe(bulk_hold_ns=500_000)
+    engine.submit(0, [BULK] * 20)
+    met = engine.post()
+    assert engine.posted_bytes() == [4 * CHUNK]
+    engine.submit(1, [SMALL])
+    finish(engine, met + engine.post())
+    one = engine.post()
+    assert engine.posted_bytes() == [CHUNK]
+    assert engine.post() == []
+    finish(engine, one)
+    engine.advance(20_000_000)
+    engine.post()
+    assert engine.posted_bytes() == [4 * CHUNK]
+
+
+def test_in_a_stream_of_small_ones_nothing_is_joined() -> None:
+    engine = joining_probe(bulk_hold_ns=500_000)
+    engine.submit(0, [BULK] * 20)
+    sizes: list[int] = []
+    for _ in range(110):  # a small write each 10 us, none of which meets a chunk
+        engine.submit(0, [SMALL])
+        finish(engine, engine.post())
+        sizes += [size for size in engine.posted_bytes() if size >= CHUNK]
+        engine.advance(10_000)
+    assert sizes == [CHUNK, CHUNK]
+    engine.advance(100_000)
+    engine.post()
+    assert engine.posted_bytes() == [4 * CHUNK]
+
+
+def test_what_was_joined_and_pushed_back_is_posted_again_in_order() -> None:
+    engine = joining_probe(bulk_window=4)
+    _, bulk = engine.submit(0, [BULK] * 4)
+    assert engine.post(1, ["again"]) == []
+    assert engine.lane(0, BULK)["in_flight"] == 0
+    assert engine.invariants() == ""
+    again = engine.post()
+    assert engine.posted_bytes() == [4 * CHUNK]
+    finish(engine, again)
+    assert engine.status(bulk) == "ok"
+
+
+def test_what_was_joined_fails_as_one() -> None:
+    for how in ("post", "completion", "deadline"):
+        engine = joining_probe()
+        _, bulk = engine.submit(0, [BULK] * 6)
+        _, behind = engine.submit(0, [BULK])
+        posted = engine.post(1, ["failed"] if how == "post" else [])
+        if how == "completion":
+            engine.complete(posted[0][0], "io_error")
+        if how == "deadline":
+            engine.advance(2 * 10**9)
+            assert engine.status(bulk) == "pending", "its memory is still the provider's"
+            assert engine.statistics()["slots_quarantined"] == 4
+            engine.complete(posted[0][0])
+        assert engine.status(bulk) == {"post": "bad_key", "completion": "io_error", "deadline": "timed_out"}[how]
+        assert engine.status(behind) == "aborted"
+        assert engine.lane(0, BULK)["state"] == "open"
+        assert engine.idle()
+        assert engine.invariants() == ""
+
+
+def test_what_was_joined_ends_with_its_peer_and_a_late_word_changes_nothing() -> None:
+    engine = joining_probe()
+    _, bulk = engine.submit(0, [BULK] * 6)
+    ((first, _), _) = engine.post()
+    engine.peer_dead(0)
+    assert engine.status(bulk) == "pending"
+    engine.peer_closed(0)
+    assert engine.status(bulk) == "peer_dead"
+    engine.complete(first)
+    assert engine.statistics()["completions_stale"] == 1
+    assert engine.idle()
+    assert engine.invariants() == ""

@@ -57,10 +57,11 @@ class Endpoint:
         are on (chooses the interface).
 
         `endpoints`: of the provider, each with connections of its own; lane i is on endpoint i % endpoints. Lanes off the first one are for
-        bulk: what goes over them is cut into chunks of `bulk_chunk_bytes`, of which `bulk_window` are in flight at a time on each lane, so
-        that a small write on lane 0 does not stand behind megabytes. While small work is on its way, to whichever peer, no chunk is begun,
-        and in a stream of it one in `bulk_hold_us` microseconds (0: at any time); for 20 ms after it has met bulk a bulk lane has one chunk
-        in flight, and what is submitted then is cut half as large. `write()` and `read()` choose the lane by size.
+        bulk: what goes over them is cut into chunks of `bulk_chunk_bytes`, of which `bulk_window` are in flight at a time on each lane
+        (half as many of reads; up to four neighbours are posted as one where nothing small is about), so that a small write on lane 0 does
+        not stand behind megabytes. While small work is on its way, to whichever peer, no chunk is begun, and in a stream of it one in
+        `bulk_hold_us` microseconds (0: at any time); for 20 ms after it has met bulk a bulk lane has one chunk in flight, and what is
+        submitted then is cut half as large. `write()` and `read()` choose the lane by size.
 
         A peer on another host that has not been heard for `silence_ms` is dead. At most `requests_max` requests are kept, of
         `operations_max` chunks and controls beside those in flight; `regions_max` regions here, and `remote_regions_max` of all peers

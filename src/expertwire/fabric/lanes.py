@@ -6,7 +6,7 @@ __all__ = ["BULK_CHUNK_BYTES", "BULK_HOLD_US", "BULK_WINDOW", "SMALL_BYTES_MAX",
 
 SMALL_BYTES_MAX = 16_384  # what is larger is no longer a matter of latency: its own bytes take longer than the way
 BULK_CHUNK_BYTES = 262_144
-BULK_WINDOW = 4
+BULK_WINDOW = 8  # chunks in flight, of what is read half as many
 BULK_HOLD_US = 250
 
 
