@@ -145,7 +145,7 @@ class CudaBackend:
 
     @contextmanager
     def ordered(self, previous_event: EventOverlap | None, async_finish: bool, sms: int = Config.num_sms) -> Iterator[Order]:
-        """One call's place among the streams; the block runs on the comm stream."""
+        """One call's place among the streams; the block runs with the stream current that it is to launch on."""
         self._exchange.tuning = tuning_of(sms, self._sharing)
         with self._comm.ordered(previous_event, async_finish) as self._order:
             yield self._order

@@ -80,6 +80,8 @@ def low_latency_status(status: Sequence[int], rank: int, operation: str) -> Expe
         return None
     if code == low_words.S_MISSING.value:
         return MismatchError(f"rank {rank}: {operation}: rank {peer} brought back {got} rows of {want} that were sent there")
+    if code == low_words.S_CHANGED.value:
+        return StateError(f"rank {rank}: {operation}: by its handle {got} rows had come, by its dispatch {want}: its memory has changed")
     return MismatchError(f"rank {rank}: {operation}: ranks disagree on {_LOW_HEADER[code // 16]}: {want} elsewhere, rank {peer} has {got}")
 
 

@@ -86,7 +86,7 @@ class DevicePool:
         return extent, tuple(marks)
 
     def withdraw(self, offer: Extent) -> None:
-        """Give an offer back; nobody writes to it any more but on the comm stream."""
+        """Give an offer back; nobody writes to it any more but in a call, and calls are in order."""
         self._eager.give(offer)
 
     def reserve_for(self, holder: object, length: int) -> None:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from expertwire.ep.kernels.low_latency_words import (
+    C_CAME,
     C_EPOCH,
     CALL,
     L_ROWS,
@@ -67,6 +68,7 @@ def take_counts(
             tl.store(sums, tl.load(sums, mask=expert < local, other=0) + total, mask=expert < local)
     came = tl.minimum(before.to(tl.int64), rows_limit(me, tokens_max, experts, R, TOPK))
     tl.store(words_at(call) + CALL + source, came, mask=source < R)
+    tl.store(words_at(call) + C_CAME, tl.sum(tl.where(source < R, came, 0)))
 
 
 @triton.jit
@@ -76,7 +78,7 @@ def take_rows(state, call, epoch, status, routed, R: tl.constexpr, RP: tl.conste
     live = tl.where(status == 0, alive_lanes(state, R, RP), 0) == 1
     record = control_of(state) + record_word(state, epoch % 3, source, R)
     rows = tl.load(record + L_ROWS, mask=live, other=0, cache_modifier=".cg")
-    sent = tl.load(words_at(routed) + CALL + R + source, mask=live, other=0)
+    sent = tl.load(words_at(routed) + CALL + R + source, mask=live, other=0, cache_modifier=".cg")
     usable = live & (rows == sent) & (rows > 0)
     tl.store(words_at(call) + CALL + source, usable.to(tl.int64), mask=source < R)
     peer = tl.min(tl.where(live & (rows != sent) & (rows > 0) & (sent > 0), source, R))

@@ -28,7 +28,7 @@ from expertwire.ep.kernels.words import ints_at, kernel, rank_of, typed, words_a
 def tiles_of(call, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr):
     """GROUP rows make a tile. Of each rank [RP]: its rows, and the tiles of it and all before it."""
     lane = tl.arange(0, RP)
-    rows = tl.load(words_at(call) + CALL + lane, mask=lane < R, other=0)
+    rows = tl.load(words_at(call) + CALL + lane, mask=lane < R, other=0, cache_modifier=".cg")
     return rows, tl.cumsum((rows + GROUP - 1) // GROUP, axis=0)
 
 

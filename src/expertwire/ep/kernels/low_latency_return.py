@@ -11,10 +11,12 @@ import triton.language as tl
 from expertwire.ep.kernels.low_latency_await import take_rows
 from expertwire.ep.kernels.low_latency_pack import find_tile
 from expertwire.ep.kernels.low_latency_words import (
+    C_CAME,
     C_EPOCH,
     CALL,
     COMBINE,
     NOT_SENT,
+    S_CHANGED,
     aborted,
     alive_lanes,
     announce,
@@ -26,6 +28,7 @@ from expertwire.ep.kernels.low_latency_words import (
     next_epoch,
     owner,
     rows_limit,
+    say_status,
     wrong_routing,
 )
 from expertwire.ep.kernels.words import ints_at, kernel, rank_of, typed, words_at
@@ -119,8 +122,8 @@ def low_latency_return(
     epoch = next_epoch(state)
     me = rank_of(state)
     lane = tl.arange(0, RP)
-    rows = tl.load(words_at(routed) + CALL + lane, mask=lane < R, other=0)
-    rows = tl.where(alive_lanes(state, R, RP) == 1, rows, 0)
+    came = tl.load(words_at(routed) + CALL + lane, mask=lane < R, other=0, cache_modifier=".cg")
+    rows = tl.where(alive_lanes(state, R, RP) == 1, came, 0)
     if aborted(state) == 0:
         limit = rows_limit(me, tokens_max, experts, R, TOPK)
         ends = tl.cumsum((rows + GROUP - 1) // GROUP, axis=0)
@@ -133,7 +136,10 @@ def low_latency_return(
     if is_last(state):
         tl.store(words_at(call) + C_EPOCH, epoch)
         if aborted(state) == 0:
-            handle = tl.load(words_at(routed) + C_EPOCH)
+            handle = tl.load(words_at(routed) + C_EPOCH, cache_modifier=".cg")
+            total = tl.load(words_at(routed) + C_CAME, cache_modifier=".cg")
+            if total != tl.sum(came):  # the handle is not as its dispatch left it
+                say_status(state, call, S_CHANGED, me, total, tl.sum(came))
             announce(state, call, epoch, COMBINE, rows, tokens_max, experts, handle, R, RP, HIDDEN, TOPK, 0)
             gate(state, epoch, R, RP)
         if AWAIT:

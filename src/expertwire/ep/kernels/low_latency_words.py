@@ -42,14 +42,14 @@ LL_HEADER = tl.constexpr(16)
 DISPATCH, COMBINE = tl.constexpr(1), tl.constexpr(2)
 
 # Words of a call, device memory that its kernels pass on: then tables [R]. A dispatch's is part of its handle.
-C_EPOCH, C_STATUS = tl.constexpr(0), tl.constexpr(1)
+C_EPOCH, C_STATUS, C_CAME = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # C_CAME: rows of all that came, to be found again
 CALL = tl.constexpr(8)  # came[R], rows that came from each; sent[R], rows that went to each; then i32 shift[R][local experts]
 
 # Words of the record of failures, beside those of words.py.
 F_ROUTING = tl.constexpr(20)  # what was wrong with topk_idx: a sum of the following, of all calls since the host looked
 BAD_ID, TOO_MANY, NOT_SENT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 PHASE_ARRIVED, PHASE_CONSUMED = tl.constexpr(11), tl.constexpr(12)
-S_DISAGREE, S_MISSING, S_ABORTED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+S_DISAGREE, S_MISSING, S_ABORTED, S_CHANGED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 
 
 @triton.jit
