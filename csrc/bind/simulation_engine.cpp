@@ -267,6 +267,7 @@ class EngineProbe {
     }
     void mark_stalled(std::uint64_t request) { engine_.mark_stalled(Ticket::unpack(request)); }
     std::string cancel(std::uint64_t request) { return name(engine_.cancel(Ticket::unpack(request))); }
+    std::string withhold(std::uint64_t request) { return name(engine_.withhold(Ticket::unpack(request))); }
     std::string release(std::uint64_t request) { return name(engine_.release(Ticket::unpack(request))); }
     void peer_dead(std::uint32_t peer) { engine_.on_peer_dead(PeerId{peer}, now_); }
     void peer_closed(std::uint32_t peer) { engine_.on_peer_closed(PeerId{peer}, now_); }
@@ -372,6 +373,7 @@ void bind_probe(nb::module_& module) {
         .def("status", &EngineProbe::status, "request"_a)
         .def("first_error", &EngineProbe::first_error, "request"_a)
         .def("cancel", &EngineProbe::cancel, "request"_a)
+        .def("withhold", &EngineProbe::withhold, "request"_a)
         .def("release", &EngineProbe::release, "request"_a)
         .def("peer_dead", &EngineProbe::peer_dead, "peer"_a)
         .def("peer_closed", &EngineProbe::peer_closed, "peer"_a)

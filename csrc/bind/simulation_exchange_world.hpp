@@ -52,6 +52,7 @@ class SimulatedPort : public exchange::Port {
     std::optional<Ticket> put(const Put& put) override;
     bool add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) override;
     Status status(Ticket ticket) override;
+    Status withhold(Ticket ticket) override { return engine_.withhold(ticket); }
     void wake(std::uint32_t) override {}  // a simulated rank is stepped whether or not it was woken
 
   protected:

@@ -115,7 +115,6 @@ void make_masks(Random& random, LowLatencyScript& script, Coverage& coverage) {
     const std::uint64_t from = random.below(script.steps.size());
     const std::uint64_t to = random.between(from, script.steps.size());
     for (std::uint64_t step = from; step < to; ++step) {
-        script.steps[step].disagree = false;  // the two would not hear it of each other
         script.apart[step][a * ranks + b] = script.apart[step][b * ranks + a] = 1;
     }
     coverage["masked"] += to > from;
@@ -206,7 +205,7 @@ Bytes expected_sums(const LowLatencyScript& script, std::size_t step, std::uint3
     const std::uint64_t hidden = combine.call.hidden;
     std::vector<std::vector<std::uint16_t>> of_slot(part.ids.size());  // the row that comes back for each
     for (std::uint32_t rank = 0; rank < script.node_of.size(); ++rank) {
-        if (!script.together(step, home, rank)) continue;
+        if (!script.together(step, home, rank) || !script.together(combine.dispatch, home, rank)) continue;
         const auto rows = expected_rows(script, combine.dispatch, rank);
         for (std::uint64_t expert = 0; expert < rows.size(); ++expert) {
             for (std::uint64_t row = 0; row < rows[expert].size(); ++row) {

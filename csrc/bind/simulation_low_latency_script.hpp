@@ -40,11 +40,11 @@ struct LowLatencyScript {
     std::uint64_t data_bytes = 0;
     std::uint32_t local_experts_max = 0;
     std::vector<LowLatencyStep> steps;
-    std::vector<std::vector<std::uint8_t>> apart;    // [step][a * ranks + b]: a pair that leaves each other out
+    std::vector<std::vector<std::uint8_t>> apart;    // [step][receiver * ranks + source]: it is left out there
     std::vector<std::vector<LowLatencyDeed>> deeds;  // [rank]
 
-    bool together(std::size_t step, std::uint32_t a, std::uint32_t b) const {
-        return apart[step][a * node_of.size() + b] == 0;
+    bool together(std::size_t step, std::uint32_t receiver, std::uint32_t source) const {
+        return apart[step][receiver * node_of.size() + source] == 0;
     }
 };
 

@@ -37,12 +37,25 @@ LowLatencyWorld::LowLatencyWorld(std::uint64_t seed, Coverage& coverage, const O
       coverage_(coverage),
       options_(options),
       script_(make_low_latency_script(random_, coverage)),
-      nodes_(script_.node_of) {
+      nodes_(script_.node_of),
+      patience_(~seed) {
     NetworkModel model;
     model.latency_ns = random_.between(100, 10'000);
     model.bytes_per_ns = 0.1 + static_cast<double>(random_.below(100)) / 10;
     model.transmit_queue = static_cast<std::uint32_t>(random_.between(2, 64));
     if (random_.chance(0.3)) model.rendezvous_bytes = random_.below(512);
+    if (seed % 4 == 2 &&
+        options.fail_at == 0) {  // class A: a signal leaves behind its rows at once, so that not all can be withheld
+        model.ordering = policy_.ordering = OrderingClass::ordered;
+        model.rendezvous_bytes = ~std::uint64_t{0};
+    }
+    const auto is_apart = [](const auto& pairs) { return std::count(pairs.begin(), pairs.end(), 1) > 0; };
+    const bool apart = std::any_of(script_.apart.begin(), script_.apart.end(), is_apart);
+    impatient_ = seed % 4 > 1 && !apart;
+    for (LowLatencyStep& step : script_.steps) {  // not all would hear of it
+        step.disagree = step.disagree && !impatient_ && !apart;
+    }
+    coverage_["ordered"] += policy_.ordering == OrderingClass::ordered;
     if (random_.chance(0.3)) first_epoch_ = (std::uint64_t{1} << 32) - random_.between(1, 4);
     coverage_["epochs_across_2_32"] += first_epoch_ > 0;
     build(model, choose_faults());
@@ -61,6 +74,8 @@ NetworkFaults LowLatencyWorld::choose_faults() {
     faults.duplicate = maybe(0.2);
     faults.wrong_generation = maybe(0.2);
     puts_may_fail_ = random_.chance(0.1);
+    // Where order is promised a write that fails takes the connection, and so what is behind it, with it.
+    if (policy_.ordering == OrderingClass::ordered) puts_may_fail_ = false;
     if (puts_may_fail_) faults.failed_operation = 0.04;
     if (options_.fail_at == 0) return faults;
     puts_may_fail_ = options_.fail_how != NthFault::again;
@@ -115,9 +130,7 @@ void LowLatencyWorld::build_member(std::uint32_t rank) {
     limits.outstanding_max = static_cast<std::uint32_t>(random_.between(4, 64));
     limits.requests_max = static_cast<std::uint32_t>(random_.between(4, 128));
     limits.queued_max = static_cast<std::uint32_t>(random_.between(32, 128));
-    GatePolicy policy;
-    policy.ordering = OrderingClass::delivery_gated;
-    member.engine = std::make_unique<Engine>(limits, policy);
+    member.engine = std::make_unique<Engine>(limits, policy_);
     member.port = std::make_unique<SimulatedPort>(rank, nodes_.ranks(), *member.engine, *network_, random_);
     // Map my own memory first: start_after() writes there.
     member.exchange = std::make_unique<exchange::LowLatency>(shape, *member.port, script_.data_bytes);
@@ -212,13 +225,127 @@ bool LowLatencyWorld::begin_combine(std::uint32_t rank, std::size_t at, exchange
     return true;
 }
 
+// Who of those that this rank leaves out may still write, as the driver looks at each step.
+void LowLatencyWorld::look_for_late_rows(std::uint32_t rank) {
+    using LateRows = exchange::LowLatency::LateRows;
+    exchange::LowLatency& exchange = *members_[rank].exchange;
+    for (std::uint32_t other = 0; other < ranks(); ++other) {
+        if (!exchange.masked(other)) continue;
+        const exchange::LowLatencyTold told = members_[other].exchange->told(rank).told;
+        const bool ended = members_[other].gave_up || members_[other].deed == script_.deeds[other].size();
+        if (ended) not_yet(other);
+        // Who has taken this one in writes nothing before it hears from it, for there was a call in between.
+        const bool quiet =
+            told == exchange::LowLatencyTold::left_out_quiet || told == exchange::LowLatencyTold::taken_in;
+        LateRows late = quiet ? LateRows::none : LateRows::may_come;
+        if (ended && members_[other].exchange->quiet(rank)) late = LateRows::never;
+        exchange.set_late_rows(other, late);
+    }
+}
+
+// As the driver asks before each call: has somebody left this rank out?
+bool LowLatencyWorld::may_begin(std::uint32_t rank) {
+    const exchange::LowLatency& exchange = *members_[rank].exchange;
+    hear(rank, exchange.epoch() + 1);
+    for (std::uint32_t other = 0; other < ranks(); ++other) {
+        if (!exchange.masked(other) && members_[other].exchange->told(rank).leaves_out()) return false;
+    }
+    return true;
+}
+
+// Its caller tries again: what was packed is told meanwhile, and what has left is let go.
+bool LowLatencyWorld::not_yet(std::uint32_t rank) {
+    std::uint32_t failed = 0;
+    Status status = Status::ok;
+    members_[rank].exchange->settle(failed, status);
+    members_[rank].gave_up = members_[rank].gave_up || status != Status::ok;
+    if (status != Status::ok && !puts_may_fail_) fail(rank, "rows could not be delivered");
+    return false;
+}
+
 bool LowLatencyWorld::begin(std::uint32_t rank, std::size_t at) {
     exchange::Refusal refusal;
     const bool combine = script_.steps[at].kind == Kind::combine;
+    if (!may_begin(rank)) return not_yet(rank);
     if (!(combine ? begin_combine(rank, at, refusal) : begin_dispatch(rank, at, refusal))) return false;
-    if (!members_[rank].calls[at].operation) fail(rank, "refused its arguments: " + refusal.text);
+    if (!members_[rank].calls[at].operation) {
+        const bool moved = refusal.text.find("may still write") != std::string::npos;
+        const bool lost = refusal.text.find("may have written over") != std::string::npos;
+        coverage_["refused_while_one_may_write"] += moved;
+        coverage_["refused_since_one_may_have_written"] += lost;
+        if (lost) members_[rank].gave_up = members_[rank].refused = true;  // the others go on without it
+        if (!moved && !lost) fail(rank, "refused its arguments: " + refusal.text);
+        return not_yet(rank);
+    }
     for (const Member& other : members_)
         coverage_["began_while_others_were_behind"] += other.deed < members_[rank].deed;
+    return true;
+}
+
+// Once nothing is on its way to it, as the driver has it.
+bool LowLatencyWorld::unmask(std::uint32_t rank, std::uint32_t other) {
+    exchange::LowLatency& exchange = *members_[rank].exchange;
+    if (members_[other].refused) {
+        leave_out(rank, other);
+        return true;
+    }
+    if (!exchange.quiet(other)) not_yet(rank);
+    if (!exchange.quiet(other)) return false;
+    exchange.mask(other, false);
+    return true;
+}
+
+void LowLatencyWorld::leave_out(std::uint32_t rank, std::uint32_t other) {
+    Member& member = members_[rank];
+    const bool for_good = impatient_ || members_[other].refused;
+    for (std::size_t step = 0; step < member.calls.size(); ++step) {
+        const auto& operation = member.calls[step].operation;
+        if (operation ? operation->leave_out(other) : for_good) script_.apart[step][rank * ranks() + other] = 1;
+    }
+    member.exchange->mask(other, true);
+    spoil(rank, other);
+}
+
+// What is given up may be overwritten from now on, and is.
+void LowLatencyWorld::spoil(std::uint32_t rank, std::uint32_t other) {
+    Member& member = members_[rank];
+    for (const exchange::LowLatency::GivenUp& gone : member.exchange->given_up(other)) {
+        const std::size_t step = gone.call - first_epoch_ - 1;
+        // Zero-copy rows of others lie between those.
+        if (script_.steps[step].kind == Kind::combine && member.calls[step].x.empty()) continue;
+        std::fill(member.data.begin() + static_cast<std::ptrdiff_t>(gone.from),
+                  member.data.begin() + static_cast<std::ptrdiff_t>(gone.to), std::byte{0x77});
+        ++coverage_["given_up"];
+    }
+}
+
+// A rank leaves this one out of that call: it does the same, as the driver's error would have it. Not where it has just
+// taken that rank in again, which may not have done so yet.
+bool LowLatencyWorld::hear(std::uint32_t rank, std::uint64_t epoch) {
+    const exchange::LowLatency& exchange = *members_[rank].exchange;
+    bool heard = false;
+    for (std::uint32_t other = 0; other < ranks(); ++other) {
+        const exchange::LowLatencyWord told = members_[other].exchange->told(rank);
+        if (exchange.masked(other) || !told.leaves_out() || told.call > epoch) continue;
+        if (exchange.taken_in(other) > 0 && exchange.taken_in(other) + 1 == epoch) continue;
+        heard = true;
+        ++coverage_["heard_that_it_is_out"];
+        leave_out(rank, other);
+    }
+    return heard;
+}
+
+// Most often while rows are on their way there.
+bool LowLatencyWorld::lose_patience(std::uint32_t rank, std::size_t at) {
+    if (!impatient_) return false;
+    std::vector<std::uint32_t> missing;
+    for (const exchange::LowLatencyPeer& peer : members_[rank].calls[at].operation->progress()) {
+        const double chance = members_[rank].exchange->quiet(peer.rank) ? 0.0003 : 0.03;
+        if (peer.rank != rank && !peer.missing.empty() && patience_.chance(chance)) missing.push_back(peer.rank);
+    }
+    if (missing.empty()) return false;
+    ++coverage_["masked_in_a_call"];
+    leave_out(rank, missing[patience_.below(missing.size())]);
     return true;
 }
 
@@ -228,8 +355,13 @@ bool LowLatencyWorld::step(std::uint32_t rank, std::uint64_t budget) {
     const LowLatencyDeed& deed = script_.deeds[rank][member.deed];
     Call& call = member.calls[deed.step];
     ++steps_;
+    look_for_late_rows(rank);
     if (deed.deed == Deed::mask || deed.deed == Deed::unmask) {
-        member.exchange->mask(deed.other, deed.deed == Deed::mask);
+        if (deed.deed == Deed::unmask && !unmask(rank, deed.other)) return false;
+        if (deed.deed == Deed::mask && !member.exchange->masked(deed.other)) {
+            member.exchange->mask(deed.other, true);
+            spoil(rank, deed.other);
+        }
         ++member.deed;
         return true;
     }
@@ -246,7 +378,7 @@ bool LowLatencyWorld::step(std::uint32_t rank, std::uint64_t budget) {
         finish(rank, deed.step, outcome);
         ++member.deed;
     }
-    return outcome != Step::waiting;
+    return outcome != Step::waiting || hear(rank, call.operation->epoch()) || lose_patience(rank, deed.step);
 }
 
 namespace {
@@ -390,9 +522,22 @@ bool LowLatencyWorld::sweep() {
     return network_->run_next() || moved;
 }
 
+// Nothing moves: who was refused for good is missed by all others. True: by somebody.
+bool LowLatencyWorld::deadline() {
+    bool missed = false;
+    for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
+        for (std::uint32_t other = 0; other < ranks(); ++other) {
+            if (members_[rank].gave_up || !members_[other].refused || members_[rank].exchange->masked(other)) continue;
+            leave_out(rank, other);
+            missed = true;
+        }
+    }
+    return missed;
+}
+
 bool LowLatencyWorld::all_ended() const {
     for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
-        if (members_[rank].deed < script_.deeds[rank].size()) return false;
+        if (members_[rank].deed < script_.deeds[rank].size() && !members_[rank].gave_up) return false;
     }
     return true;
 }
@@ -410,7 +555,9 @@ Result LowLatencyWorld::run() {
         }
         idle = moved ? 0 : idle + 1;
         if (idle > 20 && sweep()) idle = 0;
-        if (idle > 20 + kSweepsMax) {
+        if (idle > 20 + kSweepsMax && deadline()) {
+            idle = 0;
+        } else if (idle > 20 + kSweepsMax) {
             if (all_ended() || !error_.empty() || puts_may_fail_) break;
             fail(0, "nothing moves any more");
         }

@@ -35,6 +35,7 @@ class LowLatencyWorld {
         std::unique_ptr<exchange::LowLatency> exchange;
         std::vector<Call> calls;  // [step]
         std::size_t deed = 0;
+        bool refused = false;  // its next call may have lost rows already: it is out
         bool gave_up = false;  // a put of its call failed: its caller does nothing more
         std::vector<Arrival> arrivals;
     };
@@ -44,6 +45,15 @@ class LowLatencyWorld {
     void build_member(std::uint32_t rank);
     bool step(std::uint32_t rank, std::uint64_t budget);
     bool begin(std::uint32_t rank, std::size_t at);
+    bool may_begin(std::uint32_t rank);
+    bool not_yet(std::uint32_t rank);
+    bool unmask(std::uint32_t rank, std::uint32_t other);
+    bool hear(std::uint32_t rank, std::uint64_t epoch);
+    void leave_out(std::uint32_t rank, std::uint32_t other);
+    bool deadline();
+    void look_for_late_rows(std::uint32_t rank);
+    void spoil(std::uint32_t rank, std::uint32_t other);
+    bool lose_patience(std::uint32_t rank, std::size_t at);
     bool begin_dispatch(std::uint32_t rank, std::size_t at, exchange::Refusal& refusal);
     bool begin_combine(std::uint32_t rank, std::size_t at, exchange::Refusal& refusal);
     void finish(std::uint32_t rank, std::size_t at, exchange::Step outcome);
@@ -60,11 +70,14 @@ class LowLatencyWorld {
     Random random_;
     Coverage& coverage_;
     const Options options_;
-    const LowLatencyScript script_;
+    LowLatencyScript script_;  // `apart` grows: who hears that it is left out leaves the other out in turn
     const exchange::NodeTable nodes_;
     std::unique_ptr<SimulatedNetwork> network_;
     std::vector<Member> members_;
     std::vector<std::string> verdicts_;  // [step]: what the first rank that failed said
+    GatePolicy policy_;
+    Random patience_;         // of its own, so that runs without it stay what they were
+    bool impatient_ = false;  // ranks mask others in the middle of a call, for good
     bool puts_may_fail_ = false;
     std::string error_;
     std::uint64_t first_epoch_ = 0;

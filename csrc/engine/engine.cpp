@@ -146,6 +146,22 @@ Status Engine::cancel(Ticket ticket) {
     return Status::ok;
 }
 
+Status Engine::withhold(Ticket ticket) {
+    if (!request_slots_.current(ticket)) return Status::stale;
+    const Request& request = requests_[ticket.slot];
+    if (terminal(request.state)) return Status::ok;
+    if (!request.signalled) {
+        fail_request(ticket.slot, Status::cancelled, 0);
+        settle();
+        return Status::cancelled;
+    }
+    for (std::uint32_t i = request.first_operation; i != no_index; i = operations_[i].next_in_request) {
+        if (operations_[i].line == LineKind::data && operations_[i].state != OperationState::finished)
+            return Status::pending;
+    }
+    return Status::ok;
+}
+
 Status Engine::release(Ticket ticket) {
     if (!request_slots_.current(ticket)) return Status::stale;
     Request& request = requests_[ticket.slot];
@@ -237,6 +253,7 @@ void Engine::accepted_by_provider(std::uint32_t index, TimeNs now) {
     (timed_tail_ == no_index ? timed_head_ : slot_info_[timed_tail_].next) = slot;
     timed_tail_ = slot;
     Request& request = requests_[operation.request];
+    request.signalled = request.signalled || operation.line == LineKind::control;
     advance(request, --request.unposted == 0 ? RequestEvent::last_post : RequestEvent::post);
     mark_dirty(operation.queue_pair);
 }

@@ -143,6 +143,11 @@ class Engine {
                      TimeNs now, bool counts = false);
     // Only while nothing of it was given out for posting (else `refused`, and it stays as it is); `stale`.
     Status cancel(Ticket request);
+    // May what its writes read be overwritten, for no control of it will tell the target of it? `cancelled`: yes, what
+    // was not posted is dropped, and so ends its record once the rest has drained. `ok`: yes, all has been delivered.
+    // `pending`: no, a control of it has left and writes are on their way (classes A and C). `stale`. What it was is
+    // asked of a request with one control.
+    Status withhold(Ticket request);
     // FREE(generation + 1). `refused` while not terminal; `stale`.
     Status release(Ticket request);
     // Sets RecordView::stalled: a wait passed its deadline. Ownership does not change.

@@ -27,6 +27,7 @@ enum class Mutant : std::uint8_t {
     any_flag,                 // low latency: rows of an older call are taken for this one's
     reused_in_flight,         // low latency: rows on their way out are overwritten by the call after the next
     mask_forgets_consumed,    // low latency: a rank that is unmasked is not told what it missed
+    told_of_overwritten,      // low latency: rows for who is masked are given up, and yet their word goes there
     never_reopens,            // a lane that aborted stays closed to what was accepted since
     count_one_fewer,          // class C: the target adds a signal one immediate too early
     tag_freed_at_failure,     // class C: the tag of a failed write is used again before its immediate has come
@@ -62,6 +63,7 @@ inline constexpr NamedMutant named_mutants[] = {
     {Mutant::any_flag, "any_flag"},
     {Mutant::reused_in_flight, "reused_in_flight"},
     {Mutant::mask_forgets_consumed, "mask_forgets_consumed"},
+    {Mutant::told_of_overwritten, "told_of_overwritten"},
     {Mutant::never_reopens, "never_reopens"},
     {Mutant::count_one_fewer, "count_one_fewer"},
     {Mutant::tag_freed_at_failure, "tag_freed_at_failure"},

@@ -79,7 +79,8 @@ struct Request {
     std::uint32_t next = no_index;
     std::uint32_t next_failing = no_index;  // worklist of requests whose unposted operations are to be dropped
     bool in_failing_list = false;
-    bool counted = false;  // class C: its signal leaves when its writes are posted, and the target counts them
+    bool signalled = false;  // a control of it was posted
+    bool counted = false;    // class C: its signal leaves when its writes are posted, and the target counts them
 };
 
 // One 64-bit word per request: generation << 32 | first error << 16 | flags << 8 | status. The status is `pending`

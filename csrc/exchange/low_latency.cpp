@@ -16,12 +16,13 @@ LowLatency::LowLatency(const LowLatencyShape& shape, Port& port, std::uint64_t d
       data_bytes_(data_bytes),
       identity_(std::make_shared<const char>('l')),
       masked_(shape.nodes.ranks(), 0),
-      loose_(shape.nodes.ranks(), 0),
+      late_(shape.nodes.ranks(), LateRows::none),
       sent_(shape.nodes.ranks()),
       left_out_(shape.nodes.ranks(), 0),
       taken_in_(shape.nodes.ranks(), 0),
       told_(shape.nodes.ranks(), 0) {
     for (auto& words : announced_) words.assign(shape.nodes.ranks(), 0);
+    for (auto& late : late_then_) late.assign(shape.nodes.ranks(), 0);
 }
 
 void LowLatency::start_after(std::uint64_t epoch) {
@@ -89,9 +90,11 @@ std::string LowLatency::moved_error(const LowLatencyCall& call) const {
     const std::uint64_t now = blocks_of(call).block;
     if (before == 0 || before == now) return {};
     for (std::uint32_t rank = 0; rank < nodes().ranks(); ++rank) {
-        if (!masked_[rank] || !loose_[rank]) continue;
+        const bool then = late_[rank] == LateRows::none && late_then_[(epoch_ + 1) % 2][rank] != 0;
+        if (!masked_[rank] || (late_[rank] != LateRows::may_come && !then)) continue;
         return "rank " + std::to_string(rank) +
-               " is left out but may still write rows of a call that it took part in, in blocks of " +
+               (then ? " is left out and may have written over rows that have come for this call, in blocks of "
+                     : " is left out but may still write rows of a call that it took part in, in blocks of ") +
                std::to_string(before) + " bytes, and this call has blocks of " + std::to_string(now) +
                ": keep num_max_dispatch_tokens_per_rank, hidden, num_experts and top-k until its process has ended or "
                "it is taken in again";
@@ -225,7 +228,8 @@ std::optional<std::uint64_t> LowLatency::combine_buffer(const LowLatencyHandle& 
                                              std::to_string(failed) + ": destroy this Buffer and make a new one"};
         return std::nullopt;
     }
-    waiting = !outgoing_[parity].empty();
+    waiting = std::any_of(outgoing_[parity].begin(), outgoing_[parity].end(),
+                          [](const Outgoing& out) { return !out.given_up; });
     if (waiting) return std::nullopt;
     buffer_epoch_ = epoch_ + 1;
     return parity * half_bytes() + blocks;
@@ -241,7 +245,8 @@ bool LowLatency::reap(std::uint32_t parity, std::uint32_t& rank, Status& status)
         if (!out.ticket.valid()) return false;
         const Status now = port_.status(out.ticket);
         if (now == Status::pending) return false;
-        if (now == Status::ok || masked_[out.rank]) return true;
+        if (now == Status::cancelled && out.word_before) announced_[parity][out.rank] = *out.word_before;
+        if (now == Status::ok || now == Status::cancelled || masked_[out.rank]) return true;
         if (mask_what_fails_) {
             unreached.push_back(out.rank);
             return true;
@@ -264,21 +269,23 @@ bool LowLatency::in_flight(std::uint32_t parity, std::uint32_t rank) const {
 bool LowLatency::drains(std::uint64_t epoch) const {
     if (mutant(Mutant::consumed_in_flight)) return false;
     return std::any_of(outgoing_[epoch % 2].begin(), outgoing_[epoch % 2].end(),
-                       [&](const Outgoing& out) { return out.epoch == epoch && masked_[out.rank] == 0; });
+                       [&](const Outgoing& out) { return out.epoch == epoch && !out.given_up; });
 }
 
 void LowLatency::open_staging(std::uint32_t parity, std::uint64_t from, std::uint64_t to) {
     staging_[parity] = {from, from, to};
 }
 
-// Rows of a masked rank may be read by a NIC for long: they are stepped over. What others still hold is waited for.
+// What is given up may be read by a NIC for long, and may hold anything. What others still hold is stepped over, and
+// waited for where there is no room beside it.
 std::optional<std::uint64_t> LowLatency::reserve(std::uint32_t parity, std::uint64_t bytes) {
     Staging& staging = staging_[parity];
     const auto place = [&](std::uint64_t at) {
         for (bool clear = false; !clear;) {
             clear = true;
             for (const Outgoing& out : outgoing_[parity]) {
-                if (mutant(Mutant::reused_in_flight) || at >= out.to || at + bytes <= out.from) continue;
+                if (out.given_up || at >= out.to || at + bytes <= out.from) continue;
+                if (mutant(Mutant::reused_in_flight)) continue;
                 at = (out.to + 15) / 16 * 16;
                 clear = false;
             }
@@ -300,8 +307,8 @@ bool LowLatency::put(std::uint32_t parity, const Port::Put& put, std::uint64_t e
     flagged.delta = epoch - announced_[parity][put.rank];
     const std::optional<Ticket> ticket = port_.put(flagged);
     if (!ticket) return false;
+    outgoing_[parity].push_back({*ticket, epoch, put.rank, from, to, announced_[parity][put.rank]});
     announced_[parity][put.rank] = epoch;
-    outgoing_[parity].push_back({*ticket, epoch, put.rank, from, to});
     return true;
 }
 
@@ -326,7 +333,11 @@ void LowLatency::packed(std::uint64_t epoch) {
 // Every call up to the number told has been consumed: a hook that is called early waits for the one before.
 bool LowLatency::settle(std::uint32_t& failed, Status& status) {
     const bool good = reap(0, failed, status) && reap(1, failed, status);
-    while (!drains(consumed_ + 1) && std::erase(packed_, consumed_ + 1) > 0) ++consumed_;
+    while (!drains(consumed_ + 1) && std::erase(packed_, consumed_ + 1) > 0) {
+        ++consumed_;
+        for (std::uint32_t rank = 0; rank < nodes().ranks(); ++rank)
+            late_then_[consumed_ % 2][rank] = masked_[rank] && late_[rank] == LateRows::may_come;
+    }
     return tell() && packed_.empty() && good;
 }
 
@@ -349,18 +360,37 @@ bool LowLatency::tell() {
 void LowLatency::mask(std::uint32_t rank, bool masked) {
     if (masked_[rank] == static_cast<std::uint8_t>(masked)) return;
     masked_[rank] = masked;
+    late_[rank] = masked ? LateRows::may_come : LateRows::none;
     if (masked) {
         left_out_[rank] = epoch_ + 1;
         for (const std::shared_ptr<LowLatencyOperation>& call : calls_) {
             if (call && !call->ended() && call->leave_out(rank))
                 left_out_[rank] = std::min(left_out_[rank], call->epoch());
         }
+        give_up(rank);
         return;
     }
     taken_in_[rank] = epoch_;
-    loose_[rank] = 0;
     if (mutant(Mutant::mask_forgets_consumed)) told_[rank] = consumed_;
     tell();
+}
+
+// Rows on their way to who is masked now are behind a word that has not left. It does not leave any more: then they may
+// be overwritten at once, by this rank and by its peers, and the rank, which hears from which call on it is left out,
+// never takes them for what was sent. Nobody can wait for them instead, for it may be stopped for good.
+void LowLatency::give_up(std::uint32_t rank) {
+    for (auto& outgoing : outgoing_) {
+        for (Outgoing& out : outgoing) {
+            if (out.rank != rank || !out.ticket.valid()) continue;
+            if (mutant(Mutant::told_of_overwritten)) {
+                out.given_up = true;
+                continue;
+            }
+            const Status said = port_.withhold(out.ticket);
+            out.given_up = said != Status::pending;
+            if (said == Status::cancelled) left_out_[rank] = std::min(left_out_[rank], out.epoch);
+        }
+    }
 }
 
 // ---- left out
@@ -378,6 +408,16 @@ void LowLatency::go_on_after(std::uint64_t epoch) {
     buffer_epoch_ = 0;
     epoch_ = consumed_ = epoch;
     tell();
+}
+
+std::vector<LowLatency::GivenUp> LowLatency::given_up(std::uint32_t rank) const {
+    std::vector<GivenUp> found;
+    for (const auto& outgoing : outgoing_) {
+        for (const Outgoing& out : outgoing) {
+            if (out.rank == rank && out.given_up) found.push_back({out.epoch, out.from, out.to});
+        }
+    }
+    return found;
 }
 
 bool LowLatency::quiet(std::uint32_t rank) const {

@@ -210,12 +210,21 @@ class LowLatency {
     // Taken back: it is told what it missed, and gets rows again once it has said that it knows what call comes next.
     void mask(std::uint32_t rank, bool masked);
     bool masked(std::uint32_t rank) const { return masked_[rank]; }
-    // A masked rank may still write rows of calls that it took part in: blocks must stay where they are.
-    void set_loose(std::uint32_t rank, bool loose) { loose_[rank] = loose; }
+    // May a masked rank still write rows of calls that it took part in? Then blocks must stay where they are, and, once
+    // they have come to rest, for one more call of each half: others may write those before this rank begins them.
+    enum class LateRows : std::uint8_t { none = 0, may_come, never };  // never: its process has ended
+    void set_late_rows(std::uint32_t rank, LateRows late) { late_[rank] = late; }
     // The other side: this rank was left out, so its calls under way end here …
     void abandon(const std::string& text);
     // … and, with nothing of it on its way out, it comes back behind a call that the others have all made.
     void go_on_after(std::uint64_t epoch);
+    // What of my data region was on its way to the rank when it was masked: anybody may write there.
+    struct GivenUp {
+        std::uint64_t call = 0;
+        std::uint64_t from = 0;
+        std::uint64_t to = 0;
+    };
+    std::vector<GivenUp> given_up(std::uint32_t rank) const;
     bool quiet(std::uint32_t rank) const;  // no put of mine to it is under way
     LowLatencyWord told(std::uint32_t rank) const;
     std::uint64_t epoch() const { return epoch_; }  // the last call that was begun
@@ -252,6 +261,8 @@ class LowLatency {
         std::uint32_t rank = 0;
         std::uint64_t from = 0;
         std::uint64_t to = 0;
+        std::optional<std::uint64_t> word_before;  // of a flagged put: what it finds there
+        bool given_up = false;  // its rank is masked and will not be told: the bytes may be overwritten
     };
 
     Refusal may_begin(const char* what) const;
@@ -262,7 +273,8 @@ class LowLatency {
     void begin(const std::shared_ptr<LowLatencyOperation>& operation);
     bool reap(std::uint32_t parity, std::uint32_t& rank, Status& status);  // false: one has failed
     bool in_flight(std::uint32_t parity, std::uint32_t rank) const;
-    bool drains(std::uint64_t epoch) const;  // something of that call that is not for a masked rank is on its way out
+    bool drains(std::uint64_t epoch) const;  // something of that call that was not given up is on its way out
+    void give_up(std::uint32_t rank);
     std::optional<std::uint64_t> reserve(std::uint32_t parity, std::uint64_t bytes);
     void open_staging(std::uint32_t parity, std::uint64_t from, std::uint64_t to);
     bool put(std::uint32_t parity, const Port::Put& put, std::uint64_t epoch, std::uint64_t from, std::uint64_t to);
@@ -287,7 +299,8 @@ class LowLatency {
     } staging_[2];
     std::vector<std::uint8_t> masked_;
     bool mask_what_fails_ = false;
-    std::vector<std::uint8_t> loose_;          // [ranks]
+    std::vector<LateRows> late_;               // [ranks]
+    std::vector<std::uint8_t> late_then_[2];   // [ranks]: may_come when the last call of the parity was consumed
     std::uint64_t block_bytes_[2] = {};        // of the last call of the parity
     std::vector<LowLatencyWord> sent_;         // [ranks]: the last call of which its rows are handed over, and how many
     std::vector<std::uint64_t> left_out_;      // [ranks]: from which call on it is masked

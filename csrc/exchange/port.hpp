@@ -56,6 +56,11 @@ class Port {
     // One local load: how the put stands. `ok` means that its source bytes may be overwritten.
     virtual Status status(Ticket ticket) = 0;
 
+    // The put's source bytes are to be overwritten, and its target must not take them for what was sent. `cancelled`:
+    // its word will not change, and its status ends so. `ok`: all bytes have been delivered. `pending`: the signal is
+    // on its way and so are bytes, wait for its status.
+    virtual Status withhold(Ticket ticket) = 0;
+
     // Words were stored in the memory of a rank of my node: ring its doorbell (store, fence, bump, wake if it waits).
     virtual void wake(std::uint32_t rank) = 0;
 };

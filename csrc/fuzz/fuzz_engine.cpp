@@ -146,9 +146,12 @@ class Driver {
         if (requests_.empty()) return;
         const std::size_t at = bytes_.byte() % requests_.size();
         const Ticket request = requests_[at];
-        switch (bytes_.below(3)) {
+        switch (bytes_.below(4)) {
             case 0:
                 engine_.cancel(request);
+                break;
+            case 3:
+                engine_.withhold(request);
                 break;
             case 1:
                 engine_.mark_stalled(request);

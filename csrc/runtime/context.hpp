@@ -196,6 +196,7 @@ class Context {
     void release(Ticket request);             // [any] gives the handle up; freed once terminal (may still be in flight)
     void release_held(Ticket request);        // [token] the same
     Status cancel(Ticket request);            // [control]
+    Status withhold_held(Ticket request);     // [token] Engine::withhold
     // Helps and sleeps until the request is terminal, `until_ns`, or a signal of the OS: then `pending`. The binder
     // calls it in slices of <= 50 ms. Ownership never changes.
     Status wait_slice(Ticket request, TimeNs until_ns);  // [control]

@@ -319,6 +319,10 @@ Status Context::cancel(Ticket request) {
     return state_->engine->cancel(request);
 }
 
+Status Context::withhold_held(Ticket request) {
+    return state_->engine->withhold(request);
+}
+
 Status Context::wait_slice(Ticket request, TimeNs until_ns) {
     ContextState& state = *state_;
     const Doorbell bell = doorbell();

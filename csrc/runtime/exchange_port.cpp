@@ -101,6 +101,10 @@ Status ContextPort::status(Ticket ticket) {
     return status;
 }
 
+Status ContextPort::withhold(Ticket ticket) {
+    return context_.withhold_held(ticket);
+}
+
 void ContextPort::wake(std::uint32_t rank) {
     if (rank != rank_) context_.ring(rank);
 }

@@ -28,6 +28,7 @@ class ContextPort : public exchange::Port {
     std::optional<Ticket> put(const Put& put) override;
     bool add(std::uint32_t rank, std::uint64_t word_offset, std::uint64_t delta) override;
     Status status(Ticket ticket) override;
+    Status withhold(Ticket ticket) override;
     void wake(std::uint32_t rank) override;
 
   protected:

@@ -70,6 +70,7 @@ void LowLatencyDriver::run(exchange::LowLatencyOperation& operation, const StepF
         exchange::Step outcome = exchange::Step::waiting;
         if (const TokenGuard guard(context_, now_ns() + kSliceNs); guard) {
             moved = context_.turn_held(kTurnNs);
+            if (shrink_) look_for_late_rows();
             outcome = step();
             if (outcome != exchange::Step::waiting) {
                 context_.turn_held(kTurnNs);

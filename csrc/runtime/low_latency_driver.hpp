@@ -52,7 +52,8 @@ class LowLatencyDriver final : public ContextPort {
     bool leave_out(std::uint32_t rank);
     void publish(bool now);
     std::vector<std::uint32_t> who_leave_out(std::uint64_t call) const;
-    bool may_still_write(std::uint32_t rank) const;
+    exchange::LowLatency::LateRows late_rows(std::uint32_t rank) const;
+    void look_for_late_rows();
     void refuse_if_left_out(const std::string& what, std::uint64_t call);
     bool wait_until(const std::function<bool()>& there, TimeNs deadline_ns, const std::function<void()>& interrupted);
     void conclude(const exchange::LowLatencyOperation& operation);

@@ -13,6 +13,7 @@ namespace {
 constexpr TimeNs kTurnNs = 20'000;          // SPEC T13
 constexpr TimeNs kSliceNs = 5'000'000;      // between two looks at what others say
 constexpr TimeNs kTokenNs = 500'000'000;    // for the progress token
+constexpr TimeNs kPartNs = 500'000'000;     // for rows of earlier calls to reach who is masked by hand
 constexpr TimeNs kQuietNs = 2'000'000'000;  // for rows of an old call to end, where somebody comes back
 
 std::string names(const std::vector<std::uint32_t>& ranks) {
@@ -67,10 +68,16 @@ void LowLatencyDriver::refuse_if_left_out(const std::string& what, std::uint64_t
 }
 
 // Its rows of an old call may come at any time: it may wake up, and does not know yet that it is out.
-bool LowLatencyDriver::may_still_write(std::uint32_t rank) const {
-    if (context_.ended(rank)) return false;
+exchange::LowLatency::LateRows LowLatencyDriver::late_rows(std::uint32_t rank) const {
+    using LateRows = exchange::LowLatency::LateRows;
+    if (context_.ended(rank)) return LateRows::never;
     const auto told = exchange::LowLatencyWord::of(context_.low_latency_told(rank), exchange_.epoch());
-    return told.told != exchange::LowLatencyTold::left_out_quiet;
+    return told.told == exchange::LowLatencyTold::left_out_quiet ? LateRows::none : LateRows::may_come;
+}
+
+void LowLatencyDriver::look_for_late_rows() {
+    for (std::uint32_t rank = 0; rank < exchange_.nodes().ranks(); ++rank)
+        if (exchange_.masked(rank)) exchange_.set_late_rows(rank, late_rows(rank));
 }
 
 bool LowLatencyDriver::wait_until(const std::function<bool()>& there, TimeNs deadline_ns,
@@ -93,16 +100,14 @@ bool LowLatencyDriver::wait_until(const std::function<bool()>& there, TimeNs dea
 
 void LowLatencyDriver::begin(const char* what, TimeNs timeout_ns, const std::function<void()>& interrupted) {
     if (!shrink_) return;
+    look_for_late_rows();
     const std::uint64_t last = exchange_.epoch();
     const std::uint32_t ranks = exchange_.nodes().ranks();
     std::uint64_t after = last;
     bool stale = false;
     for (std::uint32_t rank = 0; rank < ranks; ++rank) {
         if (rank == rank_) continue;
-        if (exchange_.masked(rank)) {
-            exchange_.set_loose(rank, may_still_write(rank));
-            continue;
-        }
+        if (exchange_.masked(rank)) continue;
         const auto told = exchange::LowLatencyWord::of(context_.low_latency_told(rank), last);
         // Both take each other in, and its word of it may be under way.
         stale |= told.leaves_out() && last > 0 && exchange_.taken_in(rank) == last;
@@ -139,6 +144,9 @@ void LowLatencyDriver::mask(std::uint32_t rank, bool masked) {
         const bool quiet = wait_until([&] { return exchange_.quiet(rank); }, now_ns() + kQuietNs, [] {});
         if (!quiet) throw Failure(FailureKind::state, who + "rows of an earlier call to it are still under way");
     }
+    // What is on its way to it at the mask is given up: who only parts shall have it.
+    if (masked && rank != rank_ && !exchange_.masked(rank) && !context_.unreachable(rank))
+        wait_until([&] { return exchange_.quiet(rank); }, now_ns() + kPartNs, [] {});
     const TokenGuard guard(context_, now_ns() + kTokenNs);
     if (!guard) throw Failure(FailureKind::deadline, "the progress token is held for too long to change the mask");
     if (!masked && exchange_.masked(rank) && !exchange_.near(rank) && !context_.unreachable(rank) &&

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ep.low_latency_odd import PLAIN, check, inputs, open_buffer, send
 from ep.low_latency_work import Case, run_case
 from ep.work import Described, caught, described
+from expertwire.ep import Buffer
 from expertwire.errors import ExcludedError
 from harness import Rank
 
@@ -81,6 +82,49 @@ def what_is_said(rank: Rank, node_of: Sequence[int], provider: str) -> int:
     dist.barrier(rank.group)
     buffer.destroy()
     return rows
+
+
+def masked_with_rows_on_their_way(rank: Rank) -> Described | None:
+    """Rank 2, alone on its node, stops before its hook; rows of rank 0 to it are more than a socket takes. The others leave it out in the
+    call after the next, whose blocks at rank 0 lie over those rows. Rank 2 wakes and has what was sent, or says that it is out."""
+    hidden, few, many = 4096, 512, 1024
+    size = Buffer.get_low_latency_rdma_size_hint(many, hidden, 3, 3)
+    buffer = open_buffer(rank, (0, 0, 1), enable_shrink=True, timeout_ms=2000, provider="tcp", num_rdma_bytes=size)
+    others = pids(rank)
+
+    def sent(source: int, tokens: int, expert: int, most: int) -> tuple[Any, ...]:
+        count = tokens if rank.rank == source else 0
+        x, ids = torch.full((count, hidden), source + tokens / 1024, dtype=torch.bfloat16), torch.full((count, 1), expert)
+        result: tuple[Any, ...] = buffer.low_latency_dispatch(x, ids, most, 3, use_fp8=False, return_recv_hook=True)
+        return result
+
+    def got(result: tuple[Any, ...], source: int, tokens: int) -> None:
+        assert result[1].tolist() == [tokens]
+        assert bool((result[0][0, :tokens] == source + tokens / 1024).all())
+
+    error = None
+    if rank.rank == 2:
+        result = sent(0, few, 2, few)
+        assert idle_until(buffer, lambda: buffer.runtime._context.statistics()["requests_live"] == 0, 5)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            result[4]()
+            got(result, 0, few)
+        except ExcludedError as excluded:
+            error = described(excluded)
+    else:
+        while "T" not in Path(f"/proc/{others[2]}/stat").read_text().rpartition(")")[2].split()[0]:
+            os.sched_yield()
+        sent(0, few, 2, few)[4]()
+        empty, full = sent(1, 0, 0, many), sent(1, many, 0, many)
+        empty[4]()
+        full[4]()
+        if rank.rank == 0:
+            got(full, 1, many)
+            os.kill(others[2], signal.SIGCONT)
+    dist.barrier(rank.group)
+    buffer.destroy()
+    return error
 
 
 def stopped_and_woken(rank: Rank, node_of: Sequence[int], provider: str, victim: int, moment: str, flag: str) -> dict[str, Any]:

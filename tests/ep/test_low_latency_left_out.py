@@ -50,3 +50,12 @@ def test_a_stopped_rank_wakes_up_hears_that_it_is_out_and_comes_back(world: Worl
         kind, _, message = out["moved"]
         assert kind == "StateError", f"rank {rank}: {message}"
         assert "rank 2 is left out but may still write rows" in message
+
+
+def test_rows_on_their_way_at_a_mask_are_right_or_never_told_of(world: World) -> None:
+    """In the simulation: seed 71115 of tests/sim/seeds.txt."""
+    error = world.run(3, ranks.masked_with_rows_on_their_way)[2]
+    assert error is not None
+    kind, _, message = error
+    assert kind == "ExcludedError", message
+    assert re.search(r"left this rank out of call 1\b", message)

@@ -294,6 +294,40 @@ def test_cancel_only_before_anything_is_posted() -> None:
     check(engine)
 
 
+def test_a_signal_is_withheld_until_it_has_left() -> None:
+    """Class B: it leaves behind writes that have arrived, so that what they read may always be overwritten."""
+    engine = probe(outstanding_max=4, peers=1, lanes=1)
+    _, request = engine.submit(0, [0], [(0, REQUEST)])
+    (write,) = tickets(engine.post())
+    assert (engine.withhold(request), engine.status(request)) == ("cancelled", "pending"), "its write is on its way"
+    engine.complete(write)
+    assert (engine.status(request), engine.post(), engine.withhold(request)) == ("cancelled", [], "ok")
+    _, request = engine.submit(0, [0], [(0, REQUEST)])
+    assert (engine.withhold(request), engine.status(request)) == ("cancelled", "cancelled"), "nothing was posted"
+    _, request = engine.submit(0, [0], [(0, REQUEST)])
+    engine.complete(*tickets(engine.post()))
+    (signal,) = tickets(engine.post(), "signal")
+    assert (engine.withhold(request), engine.status(request)) == ("ok", "pending")
+    engine.complete(signal)
+    assert (engine.status(request), engine.withhold(request)) == ("ok", "ok")
+    assert engine.release(request) == "ok"
+    assert engine.withhold(request) == "stale"
+    assert engine.idle()
+    check(engine)
+
+
+def test_a_signal_that_has_left_before_its_writes_have_arrived_is_not_withheld() -> None:
+    engine = probe(outstanding_max=4, peers=1, lanes=1, ordered=True)
+    _, request = engine.submit(0, [0], [(0, REQUEST)])
+    (write,) = tickets(engine.post())
+    (signal,) = tickets(engine.post(), "signal")
+    assert engine.withhold(request) == "pending"
+    engine.complete(write)
+    assert engine.withhold(request) == "ok"
+    engine.complete(signal)
+    assert (engine.status(request), engine.idle()) == ("ok", True)
+
+
 def test_again_for_ever_meets_the_hard_deadline() -> None:
     engine = probe(outstanding_max=2, peers=2, lanes=1)
     _, stuck = engine.submit(0, [0])
@@ -324,7 +358,7 @@ def test_one_again_and_a_long_sleep_is_no_deadline() -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["submit", "post", "complete", "error", "cancel", "time", "dead", "close"]),
+        st.sampled_from(["submit", "post", "complete", "error", "cancel", "withhold", "time", "dead", "close"]),
         st.integers(0, 7),
         st.integers(0, 5),
     ),
@@ -349,6 +383,8 @@ def test_invariants_hold_whatever_the_order_of_events(steps: list[tuple[str, int
             engine.complete(flying.pop(a % len(flying)), "ok" if what == "complete" else "io_error")
         elif what == "cancel" and requests:
             engine.cancel(requests[a % len(requests)])
+        elif what == "withhold" and requests:
+            engine.withhold(requests[a % len(requests)])
         elif what == "time":
             engine.advance(HARD // 3)
         elif what == "dead" and a == 0:
