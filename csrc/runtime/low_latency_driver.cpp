@@ -142,12 +142,20 @@ bool LowLatencyDriver::look_around(exchange::LowLatencyOperation& operation, Tim
         }
     }
     if (shrink_) refuse_if_left_out(where(operation), operation.epoch());
-    bool left_out = false;
+    // Silent; not in this call; the rest. Whoever is in the first wait for nobody, and the others may wait for those.
+    std::vector<std::uint32_t> missing[3];
     std::optional<std::uint32_t> gone;
     for (const exchange::LowLatencyPeer& peer : operation.progress()) {
         if (peer.missing.empty() || peer.rank == rank_) continue;
-        if (now >= deadline_ns) left_out = leave_out(peer.rank) || left_out;
+        const PeerPulse pulse = context_.pulse(peer.rank);
+        const bool behind = pulse.low_latency_call >> 8 < operation.epoch();
+        missing[pulse.leaving || pulse.age_ns > kSilentNs ? 0 : behind ? 1 : 2].push_back(peer.rank);
         if (!gone && context_.unreachable(peer.rank)) gone = peer.rank;
+    }
+    bool left_out = false;
+    for (const auto& tier : missing) {
+        if (now < deadline_ns || left_out) break;
+        for (const std::uint32_t rank : tier) left_out = leave_out(rank) || left_out;
     }
     if (left_out) return true;
     if (now >= deadline_ns) {

@@ -89,7 +89,7 @@ def masked_with_rows_on_their_way(rank: Rank) -> Described | None:
     call after the next, whose blocks at rank 0 lie over those rows. Rank 2 wakes and has what was sent, or says that it is out."""
     hidden, few, many = 4096, 512, 1024
     size = Buffer.get_low_latency_rdma_size_hint(many, hidden, 3, 3)
-    buffer = open_buffer(rank, (0, 0, 1), enable_shrink=True, timeout_ms=2000, provider="tcp", num_rdma_bytes=size)
+    buffer = open_buffer(rank, (0, 0, 1), enable_shrink=True, timeout_ms=3000, provider="tcp", num_rdma_bytes=size)
     others = pids(rank)
 
     def sent(source: int, tokens: int, expert: int, most: int) -> tuple[Any, ...]:
