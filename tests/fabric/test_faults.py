@@ -177,7 +177,7 @@ def replaced_while_stopped(settings: Settings, share: bool, fenced: bool, mapped
 )
 def test_who_wakes_and_has_been_replaced_tells_nobody_anything(settings: Settings, share: bool, fenced: bool, mapped: bool) -> None:
     """Its beats hide no silence of the newcomer's, its barriers pass for none of them, and it is told."""
-    with replaced_while_stopped(settings, share, fenced, mapped, 3000) as (group, old):  # 1500 was once too short at load 10
+    with replaced_while_stopped(settings, share, fenced, mapped, 60_000) as (group, old):
         if share:
             assert old.call(bodies.await_fault, 20_000)[0] == 2, "it learns who it is no longer"
         ended = old.call(fault_bodies.try_barriers, 2, 200)
@@ -190,7 +190,8 @@ def test_who_wakes_and_has_been_replaced_tells_nobody_anything(settings: Setting
             group[rank].answer()
         stop(group[2].pid)
         try:
-            assert [(group[rank].call(bodies.await_fault, 20_000) or (None,))[0] for rank in (0, 1)] == [2, 2]
+            for rank in (0, 1):  # it beats every 100 ms; nobody is held dead here, however busy the machine
+                group[rank].call(bodies.await_silence, 2, 1000)
         finally:
             os.kill(group[2].pid, signal.SIGCONT)
 

@@ -90,7 +90,7 @@ def test_a_card_that_says_more_than_was_registered_reaches_nothing(two: Two) -> 
 def test_taken_back_and_given_again_all_the_time_while_transfers_run(two: Two) -> None:
     """Whatever a transfer meets, it ends well or by bad_key, and one to other memory always ends well."""
     two.a.add_remote(two.card)
-    over = threading.Event()
+    over, moved = threading.Event(), threading.Event()
     rounds = 0
 
     def come_and_go() -> None:
@@ -99,6 +99,8 @@ def test_taken_back_and_given_again_all_the_time_while_transfers_run(two: Two) -
             two.b.deregister(rows(two.there), "DRAM")
             two.b.register(rows(two.there), "DRAM")
             rounds += 1
+            moved.clear()
+            moved.wait(0.1 * (rounds % 3))  # sometimes not at all; else until something has gone there, on a busy machine too
 
     owner = threading.Thread(target=come_and_go)
     owner.start()
@@ -114,6 +116,7 @@ def test_taken_back_and_given_again_all_the_time_while_transfers_run(two: Two) -
             said = two.move("WRITE", two.there, NBYTES)
             assert not said or BAD_KEY in said, said
             ended["bad_key" if said else "well"] += 1
+            moved.set()
             assert not two.move("READ", two.always)
     finally:
         over.set()
