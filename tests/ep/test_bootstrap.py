@@ -18,6 +18,7 @@ from expertwire.ep.neighbours import Door, Neighbour
 from expertwire.ep.processes import own_process
 from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
 from expertwire.fabric.config import Settings
+from expertwire.fabric.discover import boot_id
 
 
 class Ranks:
@@ -49,7 +50,7 @@ class Ranks:
 
 
 def neighbour(rank: int, door: Door) -> Neighbour:
-    return Neighbour(rank, own_process(bootstrap.boot_id()), door.name, door.secret)
+    return Neighbour(rank, own_process(boot_id()), door.name, door.secret)
 
 
 def test_a_failure_on_one_rank_is_raised_on_all() -> None:

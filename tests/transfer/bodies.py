@@ -408,3 +408,21 @@ def deregister_now(here: Here) -> str:
 
 def bulk_holds(here: Here, source: int, epoch: int) -> str:
     return here.holds(0, END_BYTES, source, epoch, 0)
+
+
+def part_unheard(here: Here, other: str) -> None:
+    """Remove an agent that is stopped; then look around as often as it is not heard yet."""
+    here.agent.remove_remote(other)
+    for _ in range(3):
+        here.agent._connections.look_around()
+        here.agent._connections.join()
+
+
+def is_visited_by_nobody(here: Here) -> bool:
+    """Within 30 s."""
+    until = time.monotonic() + 30
+    while any(peer.visitor for peer in here.agent._connections.peers.all()):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True

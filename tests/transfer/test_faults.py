@@ -9,12 +9,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from expertwire.errors import CapacityError
 from expertwire.fabric.config import Settings
 from expertwire.transfer import Agent
+from expertwire.transfer.requests import NOTIFICATION
 from harness import stop
 from transfer import bodies
 from transfer.world import BOTH, TCP, Group, agents
@@ -172,28 +174,44 @@ def test_an_agent_may_close_while_it_lets_others_go() -> None:
                 a._connections.look_around()
 
 
-def test_notifications_that_nobody_takes_are_bounded_and_their_target_is_told_of_those_that_were_lost() -> None:
+def test_notifications_that_nobody_takes_are_bounded_and_both_sides_are_told_of_those_that_were_lost() -> None:
     for settings in BOTH.values():
         with Agent("a", settings) as a, Agent("b", settings, notifications_max=50) as b:
             a.add_remote(b.card())
             words = [b"%d" % i for i in range(120)]
-            for word in words[:50]:
-                a.notify("b", word)
             until = time.monotonic() + 10
-            while b._connections._held < 50:  # the door's thread takes them out of the transport, once
-                b._connections.look_around()
-                assert time.monotonic() < until
-            for word in words[50:]:
-                a.notify("b", word)
-            while (seen := b.statistics()).notifications + seen.notifications_dropped < 120:
-                assert time.monotonic() < until
-            with pytest.raises(CapacityError, match=r"^20 notifications were lost: 50 waited .* 100 that came before are given"):
+            for first in range(0, 120, 40):
+                for word in words[first : first + 40]:
+                    a.notify("b", word)
+                while b._connections._held + b._connections._lost["a"] < first + 40:  # the door's thread takes them out of the transport
+                    b._connections.look_around()
+                    assert time.monotonic() < until
+            with pytest.raises(CapacityError, match=r"^20 notifications were lost, since 100 waited .* 100 that came before .*: a: 20$"):
                 b.notifications()
             assert b.notifications() == {"a": words[:100]}
+            while not a._connections.peers.named("b").lost:
+                b._connections.look_around()
+                a._connections.look_around()
+                assert time.monotonic() < until
+            with pytest.raises(CapacityError, match=r"agent 'b' has lost 20 notifications of this agent, .* this one was not sent"):
+                a.notify("b", b"not sent")
             a.notify("b", b"after")
             while not (found := b.notifications()):
                 assert time.monotonic() < until
             assert found == {"a": [b"after"]}
+
+
+def test_what_the_transport_itself_has_lost_is_said_without_a_name() -> None:
+    with Agent("a", BOTH["local"]) as a, Agent("b", BOTH["local"], notifications_max=50) as b:
+        a.add_remote(b.card())
+        with b._lock:  # so that its door does not take them out
+            for number in range(60):
+                a.notify("b", b"%d" % number)
+            until = time.monotonic() + 10
+            while (seen := b.statistics()).notifications + seen.notifications_dropped < 60:
+                assert time.monotonic() < until
+        with pytest.raises(CapacityError, match=r"^10 notifications were lost, .*: not known: 10$"):
+            b.notifications()
 
 
 @pytest.mark.parametrize("provider", list(BOTH))
@@ -211,3 +229,96 @@ def test_who_parts_and_comes_again_at_once_is_not_let_go_for_its_parting(provide
                 assert time.monotonic() < until, "its words are nobody's"
             assert found == {"a": [b"%d" % turn]}
             a.remove_remote("b")
+
+
+@pytest.mark.parametrize("provider", list(BOTH))
+def test_a_parting_that_is_read_after_the_next_visit_ends_nothing(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its word may be late by any time: it names the visit that it ends."""
+    with Agent("a", BOTH[provider]) as a, Agent("b", BOTH[provider]) as b:
+        a.add_remote(b.card())
+        b.add_remote(a.card())  # so that a keeps b, who may be using it, and the word can be sent late
+        endpoint, held = a._endpoint, []
+        send = endpoint.notify
+
+        def hold(peer: int, payload: bytes) -> Any:
+            held.append((peer, payload))
+            return send(peer, NOTIFICATION + b"in its place")
+
+        monkeypatch.setattr(endpoint, "notify", hold)
+        a.remove_remote("b")
+        monkeypatch.undo()
+        a.add_remote(b.card())
+        b.remove_remote("a")
+        (word,) = held
+        send(*word).wait(10_000)
+        until = time.monotonic() + 10
+        while b.notifications() != {"a": [b"in its place"]}:
+            assert time.monotonic() < until
+        for turn in range(2):
+            b._connections.look_around()
+            b._connections.join()
+            a.notify("b", b"%d" % turn)
+            while not (found := b.notifications()):
+                assert time.monotonic() < until, "its words are nobody's"
+            assert found == {"a": [b"%d" % turn]}
+
+
+@pytest.mark.parametrize("provider", list(BOTH))
+def test_who_comes_while_it_is_being_let_go_waits_for_that(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other side has under way with it takes its time to end; then it is met anew."""
+    with Agent("a", BOTH[provider]) as a, Agent("b", BOTH[provider]) as b:
+        a.add_remote(b.card())
+        endpoint, begun, go_on = b._endpoint, threading.Event(), threading.Event()
+        remove = endpoint.remove_peer
+
+        def slowly(number: int) -> None:
+            begun.set()
+            assert go_on.wait(60)
+            remove(number)
+
+        monkeypatch.setattr(endpoint, "remove_peer", slowly)
+        a.remove_remote("b")
+        assert begun.wait(40), "b's door lets a go"
+        adding = threading.Thread(target=lambda: a.add_remote(b.card()))
+        adding.start()
+        adding.join(0.1)
+        assert adding.is_alive()
+        go_on.set()
+        adding.join(20)
+        assert a.remotes() == ["b"]
+        a.notify("b", b"again")
+        until = time.monotonic() + 10
+        while b.notifications() != {"a": [b"again"]}:
+            assert time.monotonic() < until
+
+
+def test_a_parting_that_is_not_heard_at_once_is_not_lost() -> None:
+    """Who parts does not let go of the other before that has heard it, which takes its time where it is busy."""
+    with agents(["a", "b"], TCP) as group:
+        group["a"].call(bodies.register)
+        group["a"].call(bodies.add, group["b"].call(bodies.register))
+        stop(group["b"].pid)
+        try:
+            group["a"].call(bodies.part_unheard, "b")
+        finally:
+            os.kill(group["b"].pid, signal.SIGCONT)
+        assert group["b"].call(bodies.is_visited_by_nobody)
+
+
+def test_who_looks_around_while_a_parting_is_said_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door's tick found that nobody used the peer any more, and let go of it with the word on its way."""
+    with Agent("a", TCP) as a, Agent("b", TCP) as b:
+        a.add_remote(b.card())
+        send = a._endpoint.notify
+
+        def look_first(peer: int, payload: bytes) -> Any:
+            a._connections.look_around()
+            a._connections.join()
+            return send(peer, payload)
+
+        monkeypatch.setattr(a._endpoint, "notify", look_first)
+        a.remove_remote("b")
+        until = time.monotonic() + 20
+        while any(peer.visitor for peer in b._connections.peers.all()):
+            assert time.monotonic() < until, "b was not told"
+            b._connections.look_around()

@@ -9,13 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertwire.errors import MismatchError, PeerError
+from expertwire.errors import MismatchError, PeerError, UnavailableError
 from expertwire.transfer.card import Door
 from expertwire.transfer.door import VISIT_S, VISITORS_MAX, Doorkeeper, knock
-from expertwire.transfer.introduction import LENGTH, RECORD_BYTES_MAX, Answer, Knock, Record, Refusal, decode, encode
+from expertwire.transfer.introduction import LENGTH, RECORD_BYTES_MAX, Answer, Elsewhere, Knock, Later, Record, Refusal, decode, encode
 
 TOKEN = bytes(range(16))
-RECORDS: tuple[Record, ...] = (Knock(TOKEN, "näme", 2**64 - 1, 7, b"blob"), Answer(5, 2**32 - 1, b""), Refusal("why not"))
+RECORDS: tuple[Record, ...] = (
+    Knock(TOKEN, "näme", 2**64 - 1, 7, "tcp", 2**63, b"blob", b"key"),
+    Answer(5, 2**32 - 1, b"", b""),
+    Answer(5, 1, b"blob", b"key"),
+    Refusal("why not"),
+    Elsewhere("not so"),
+    Later("not yet"),
+)
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -27,8 +34,8 @@ def test_records_come_back_as_they_were(record: Record) -> None:
             decode(data[:cut])
     with pytest.raises(MismatchError, match="1 bytes follow"):
         decode(data + b"\0")
-    with pytest.raises(MismatchError, match="version 2"):
-        decode(data[:4] + b"\2" + data[5:])
+    with pytest.raises(MismatchError, match="version 3"):
+        decode(data[:4] + b"\3" + data[5:])
     with pytest.raises(MismatchError, match="kind 9"):
         decode(data[:6] + b"\x09" + data[7:])
     assert len(encode(Refusal("é" * 5000))) <= 1100, "a reason has a limit"
@@ -48,7 +55,7 @@ def test_noise_is_refused_and_never_more(record: Record, at: int, noise: bytes) 
 def test_a_door_hears_many_at_once_and_sends_away_who_says_nothing() -> None:
     keeper = Doorkeeper("127.0.0.1", lambda said: Answer(said.instance, said.number + 1, said.blob), lambda: True)
     door = Door("127.0.0.1", keeper.port, TOKEN)
-    ask = Knock(TOKEN, "me", 4, 8, b"b" * 20_000)
+    ask = Knock(TOKEN, "me", 4, 8, "tcp", 1, b"b" * 20_000)
     silent = [socket.create_connection((door.host, door.port)) for _ in range(3)]
     try:
         silent[0].sendall(LENGTH.pack(100) + b"half")
@@ -93,14 +100,14 @@ def test_who_knocks_is_told_why_not_and_waits_no_longer_than_it_says() -> None:
     keeper = Doorkeeper("127.0.0.1", lambda said: Refusal("not today"), lambda: True)
     try:
         with pytest.raises(MismatchError, match=r"agent 'it' at 127.0.0.1:\d+ refuses the introduction: not today"):
-            knock(Door("127.0.0.1", keeper.port, TOKEN), Knock(TOKEN, "me", 4, 8, b""), "it", 5)
+            knock(Door("127.0.0.1", keeper.port, TOKEN), Knock(TOKEN, "me", 4, 8, "tcp", 1, b""), "it", 5)
     finally:
         keeper.close()
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(1)
         with pytest.raises(PeerError, match=r"has not answered within 0\.2 s"):
-            knock(Door("127.0.0.1", deaf.getsockname()[1], TOKEN), Knock(TOKEN, "me", 4, 8, b""), "it", 0.2)
+            knock(Door("127.0.0.1", deaf.getsockname()[1], TOKEN), Knock(TOKEN, "me", 4, 8, "tcp", 1, b""), "it", 0.2)
 
 
 def test_a_door_that_ends_by_itself_leaves_no_socket_open() -> None:
@@ -110,3 +117,23 @@ def test_a_door_that_ends_by_itself_leaves_no_socket_open() -> None:
     assert not keeper._thread.is_alive()
     assert [each.fileno() for each in (keeper._listener, keeper._bell, keeper._button)] == [-1] * 3
     keeper.close()
+
+
+def test_who_comes_too_early_knocks_again_and_who_comes_by_another_path_is_told() -> None:
+    replies: list[Record] = [
+        Later("it is being let go"),
+        Later("it is being let go"),
+        Answer(4, 9, b""),
+        Elsewhere("this agent speaks 'local'"),
+    ]
+    keeper = Doorkeeper("127.0.0.1", lambda said: replies.pop(0) if len(replies) > 1 else replies[0], lambda: True)
+    door, ask = Door("127.0.0.1", keeper.port, TOKEN), Knock(TOKEN, "me", 4, 8, "tcp", 1, b"")
+    try:
+        assert knock(door, ask, "it", 10) == Answer(4, 9, b"")
+        with pytest.raises(UnavailableError, match="is not reached over 'tcp': this agent speaks 'local'"):
+            knock(door, ask, "it", 10)
+        replies[0] = Later("it is being let go")
+        with pytest.raises(PeerError, match=r"has not let go of what was between us within 0\.1 s: it is being let go"):
+            knock(door, ask, "it", 0.1)
+    finally:
+        keeper.close()

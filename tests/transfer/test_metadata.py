@@ -29,10 +29,18 @@ AREA = some.builds(
     WORD,
     some.text(some.characters(exclude_categories=["Cs"]), min_size=1, max_size=16),
     some.binary(max_size=KEY_BYTES_MAX),
+    some.binary(max_size=KEY_BYTES_MAX),
 )
 DOOR = some.builds(Door, NAME, some.integers(1, 65_535), some.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES))
 CARD = some.builds(
-    Card, NAME, some.integers(1, 2**64 - 1), NAME, some.none() | DOOR, some.lists(AREA, max_size=5).map(tuple), some.booleans()
+    Card,
+    NAME,
+    some.integers(1, 2**64 - 1),
+    NAME,
+    some.none() | DOOR,
+    some.lists(AREA, max_size=5).map(tuple),
+    some.booleans(),
+    some.just("") | NAME,
 )
 PIECE = some.tuples(some.integers(1, 2**63), some.integers(1, 2**63 - 1), WORD)
 LIST = some.builds(lambda rows, kind: Descriptors.of(rows, kind), some.lists(PIECE, max_size=8), some.sampled_from(KINDS)) | some.builds(
@@ -40,7 +48,9 @@ LIST = some.builds(lambda rows, kind: Descriptors.of(rows, kind), some.lists(PIE
     some.lists(some.builds(lambda piece, meta: (*piece, meta), PIECE, some.binary(max_size=20)), min_size=1, max_size=8),
     some.sampled_from(KINDS),
 )
-EXAMPLE = Card("prefill", 7, "tcp", Door("10.0.0.1", 4711, b"0123456789abcdef"), (Area("DRAM", 4096, 64, 0, "#1", b"key"),))
+EXAMPLE = Card(
+    "prefill", 7, "tcp", Door("10.0.0.1", 4711, b"0123456789abcdef"), (Area("DRAM", 4096, 64, 0, "#1", b"key", b"near"),), True, "host"
+)
 
 
 @FEW
@@ -108,8 +118,8 @@ def sealed(kind: int, body: bytes) -> bytes:
 def test_what_a_record_claims_costs_no_memory() -> None:
     """Counts and lengths are compared with the bytes that are there before anything is made of them."""
     bodies = [
-        (1, b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<I", AREAS_MAX)),
-        (1, b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<I", 2**32 - 1)),
+        (1, b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + struct.pack("<I", AREAS_MAX)),
+        (1, b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + struct.pack("<I", 2**32 - 1)),
         (2, struct.pack("<BBI", 0, 0, metadata.DESCRIPTORS_MAX)),
         (2, struct.pack("<BBI", 0, 1, 2**32 - 1)),
     ]
@@ -143,18 +153,21 @@ def test_a_pickle_is_refused_unread() -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"\1a" + struct.pack("<QB", 0, 1) + b"p\0\1" + bytes(4), "instance is 0"),
-        (b"\0" + struct.pack("<QB", 1, 1) + b"p\0\1" + bytes(4), "name is ''"),
-        (b"\1\xff" + struct.pack("<QB", 1, 1) + b"p\0\1" + bytes(4), "the agent's name is not UTF-8"),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\2" + bytes(4), "whether there is a door is 2"),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\1\1h" + bytes(18) + bytes(4), "a door has a host, a port"),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<IBQQQBH", 1, 9, 1, 1, 0, 1, 0) + b"#", "area 0 is of kind 9"),
+        (b"\1a" + struct.pack("<QB", 0, 1) + b"p\0\0\1" + bytes(4), "instance is 0"),
+        (b"\0" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + bytes(4), "name is ''"),
+        (b"\1\xff" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + bytes(4), "the agent's name is not UTF-8"),
+        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\2" + bytes(4), "whether there is a door is 2"),
+        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1\1h" + bytes(18) + bytes(4), "a door has a host, a port"),
+        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + struct.pack("<IBQQQBHH", 1, 9, 1, 1, 0, 1, 0, 0) + b"#", "area 0 is of kind 9"),
         (
-            b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<IBQQQBH", 1, 0, 0, 1, 0, 1, 0) + b"#",
+            b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + struct.pack("<IBQQQBHH", 1, 0, 0, 1, 0, 1, 0, 0) + b"#",
             "area 0: an area of 1 bytes at",
         ),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + struct.pack("<IBQQQBH", 1, 0, 1, 1, 0, 1, 257) + b"#" + bytes(257), "257 bytes"),
-        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\1" + bytes(5), "1 bytes too many"),
+        (
+            b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + struct.pack("<IBQQQBHH", 1, 0, 1, 1, 0, 1, 257, 0) + b"#" + bytes(257),
+            "257 bytes",
+        ),
+        (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + bytes(5), "1 bytes too many"),
     ],
     ids=["instance", "name", "utf8", "flag", "door", "kind", "area", "key", "end"],
 )
@@ -164,7 +177,7 @@ def test_a_refusal_says_where_and_what(body: bytes, says: str) -> None:
 
 
 def test_limits_are_said() -> None:
-    big = Card("n" * 255, 1, "p" * 255, None, (Area("DRAM", 1, 1, 0, "x" * 64, bytes(256)),) * AREAS_MAX)
+    big = Card("n" * 255, 1, "p" * 255, None, (Area("DRAM", 1, 1, 0, "x" * 64, bytes(256), bytes(256)),) * AREAS_MAX)
     assert len(metadata.encode(big)) < metadata.CARD_BYTES_MAX
     many = Descriptors.of(numpy.ones((metadata.DESCRIPTORS_MAX + 1, 3), dtype=numpy.uint64), "DRAM")
     with pytest.raises(InvalidArgumentError, match="1048577 descriptors cannot be sent, the limit is 1048576"):

@@ -13,6 +13,7 @@ from expertwire.transfer.telemetry import ERRORS_MAX, RECENT, Telemetry, Transfe
 @dataclass
 class Moved:
     operation: str = "READ"
+    path: str = "tcp"
     nbytes: int = 4096
     run_count: int = 3
     posted_ns: int = 1_000_000
@@ -46,6 +47,7 @@ def test_counters_add_up() -> None:
     assert value(text, "expertwire_transfers_posted_total", operation="WRITE") == 10
     assert value(text, "expertwire_transfers_done_total", operation="WRITE") == 10
     assert value(text, "expertwire_transfer_bytes_total", operation="WRITE") == 1000
+    assert value(text, "expertwire_transfer_path_bytes_total", path="tcp") == 1000
     assert value(text, "expertwire_transfer_descriptors_total", operation="WRITE") == 30
     assert value(text, "expertwire_transfers_failed_total", operation="READ") == 1
     assert value(text, "expertwire_transfer_errors_total", error="ValueError") == 1

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -35,7 +34,7 @@ from expertwire.errors import (
     UnavailableError,
 )
 from expertwire.fabric.config import Settings
-from expertwire.fabric.discover import choose_provider, nodes_from_pairs
+from expertwire.fabric.discover import boot_id, choose_provider, nodes_from_pairs
 
 if TYPE_CHECKING:
     from expertwire.fabric.native import Context
@@ -201,14 +200,6 @@ def check_memory(rank: int, memories: Sequence[Memory]) -> None:
                 f"their regions, rank {most} the most with {memories[most].needed_bytes}, and {available} are available "
                 f"({memories[sharing[0]].source}); give a smaller num_nvl_bytes or num_rdma_bytes, or free memory"
             )
-
-
-def boot_id() -> str:
-    """Names this boot of this kernel; only a first filter, since nodes are proved by mapping. Empty where it cannot be read."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _given_table(launch: Launch, settings: Settings, node_of: Sequence[object] | None) -> tuple[int, ...] | None:

@@ -132,6 +132,17 @@ def provider_rules() -> dict[str, dict[str, Any]]:
     return {str(row["name"]): row for row in _native.provider_table()}
 
 
+# ---- hosts
+
+
+def boot_id() -> str:
+    """Names this boot of this kernel; only a first filter, since what is shared is proved by trying. Empty where it cannot be read."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 # ---- devices and providers
 
 

@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from expertwire.errors import InvalidArgumentError, StateError
-from expertwire.fabric import Statistics
+from expertwire.fabric import Endpoint, Statistics
 from expertwire.fabric.config import Settings
+from expertwire.fabric.discover import boot_id
 from expertwire.transfer.card import TOKEN_BYTES, Card, Door, check_name
-from expertwire.transfer.connections import Connections
+from expertwire.transfer.connections import Connections, Identity
 from expertwire.transfer.descriptors import Descriptors
-from expertwire.transfer.ground import Ground
+from expertwire.transfer.ground import NEAR, Ground
 from expertwire.transfer.memory import Registry
 from expertwire.transfer.requests import LANES, NOTIFICATION, Prepared, Transfer, check_notification
 from expertwire.transfer.runs import Runs, indices_of, same_lengths
@@ -64,28 +65,38 @@ class Agent:
         self.instance = secrets.randbits(63) + 1
         settings = Settings.from_environment() if settings is None else settings
         ground = Ground() if ground is None else ground
-        self._endpoint = ground.endpoint(
-            settings,
-            size=peers_max + 1,
-            lanes=lanes,
-            endpoints=lanes,
-            hosts=hosts,
-            requests_max=requests_max,
-            operations_max=operations_max,
-            regions_max=regions_max + 1,  # one is its own
-            notifications_max=notifications_max,
-            independent=True,
-        )
+        options: dict[str, Any] = {
+            "size": peers_max + 1,
+            "lanes": lanes,
+            "endpoints": lanes,
+            "hosts": hosts,
+            "requests_max": requests_max,
+            "operations_max": operations_max,
+            "regions_max": min(regions_max + 2, 65_536),  # its own, and one to look at
+            "notifications_max": notifications_max,
+            "independent": True,
+        }
+        self._endpoint = ground.endpoint(settings, **options)
+        near = ground.near(settings, self._endpoint, **options)
+        self._endpoints: tuple[Endpoint, ...] = (self._endpoint,) if near is None else (self._endpoint, near)
         self.provider = self._endpoint.provider
+        self._host = boot_id() if NEAR in self.paths else ""
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._registry = Registry(self._endpoint)
+        self._registry = Registry(self._endpoints)
         token = secrets.token_bytes(TOKEN_BYTES)
         self._connections = Connections(
-            self._endpoint, ground.knock, self._lock, self.name, self.instance, token, peers_max, connect_timeout_ms, notifications_max
+            self._endpoints,
+            ground.knock,
+            self._lock,
+            Identity(self.name, self.instance, token, self._host),
+            peers_max=peers_max,
+            connect_timeout_ms=connect_timeout_ms,
+            notifications_max=notifications_max,
         )
         try:
-            self._endpoint.start()
+            for endpoint in self._endpoints:
+                endpoint.start()
             host = ground.host(self._endpoint, settings, hosts)
             lives = weakref.WeakMethod(self._connections.welcome), weakref.WeakMethod(self._connections.look_around)
             self._keeper = ground.door(
@@ -94,12 +105,13 @@ class Agent:
                 lambda: look() if (look := lives[1]()) else False,
             )
         except BaseException:
-            self._endpoint.close(0)
+            for endpoint in self._endpoints:
+                endpoint.close(0)
             raise
         self._door = Door(host, self._keeper.port, token)
 
     def __repr__(self) -> str:
-        return f"Agent({self.name!r}, {self.provider}{', closed' if self.closed else ''})"
+        return f"Agent({self.name!r}, {' and '.join(self.paths)}{', closed' if self.closed else ''})"
 
     def __enter__(self) -> Agent:
         return self
@@ -111,6 +123,16 @@ class Agent:
     def closed(self) -> bool:
         """Whether `close()` was called."""
         return self._endpoint.native.closed
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The providers that lead to others: `provider`, which leads to all, and the one between agents of this host where there is one."""
+        return tuple(endpoint.provider for endpoint in self._endpoints)
+
+    def path_to(self, name: str) -> str:
+        """Which of them leads to that agent. Raises `NotFoundError` (it was not added)."""
+        with self._lock:
+            return self._connections.peers.named(name).over.provider
 
     # ---- memory
 
@@ -164,7 +186,8 @@ class Agent:
         self._require_usable()
         with self._lock:
             areas = self._registry.areas(memory)
-        return Card(self.name, self.instance, self.provider, self._door if connection else None, areas, complete=memory is None)
+        door, host = self._door if connection else None, self._host if len(self._endpoints) > 1 else ""
+        return Card(self.name, self.instance, self.provider, door, areas, complete=memory is None, host=host)
 
     def add_remote(self, card: Card) -> str:
         """Know that agent, and connect to it. Again with a newer card: its memory as it is then, or what more a partial card says.
@@ -243,16 +266,17 @@ class Agent:
         if local.agent:
             raise InvalidArgumentError(f"the local side is a list of agent {local.agent!r}; prepare it with agent ''")
         peer = remote.peer()
-        check_notification(self._endpoint, notification)
-        mine, theirs = local.places(), remote.places()
+        endpoint = peer.over
+        check_notification(endpoint, notification)
+        mine, theirs = local.here(), remote.there()
         here = indices_of(local_indices, len(local), "local")
         there = indices_of(remote_indices, len(remote), "remote")
         lengths = local.descriptors.lengths[here]
         same_lengths(lengths, remote.descriptors.lengths[there])
-        runs = Runs(mine.numbers[here], mine.offsets[here], theirs.numbers[there], theirs.offsets[there], lengths)
+        runs = Runs(mine.numbers[endpoint][here], mine.offsets[here], theirs.numbers[there], theirs.offsets[there], lengths)
         if merge:
             runs = runs.merged()
-        return Transfer(self._endpoint, operation, peer, runs, mine.regions, len(here), bytes(notification))
+        return Transfer(endpoint, operation, peer, runs, mine.regions[endpoint], len(here), bytes(notification))
 
     def initialize(
         self, operation: str, local: Any, remote: Any, agent: str, notification: bytes = b"", kind: str | None = None
@@ -270,36 +294,47 @@ class Agent:
     def notify(self, agent: str, payload: bytes) -> None:
         """Send a message that the agent takes by `notifications()`: any bytes, none too. In order among those of this agent to it.
 
-        Raises `NotFoundError`, `InvalidArgumentError` (too long), `PeerError`, `DeadlineError` (no room within the endpoint's timeout).
+        Raises `NotFoundError`, `InvalidArgumentError` (too long), `PeerError`, `DeadlineError` (no room within the endpoint's timeout),
+        `CapacityError` (once: the agent has lost some that were sent before, because too many wait there; this one was not sent).
         """
         self._require_usable()
-        check_notification(self._endpoint, payload)
         with self._lock:
             peer = self._connections.loopback(self.card()) if agent == self.name else self._connections.peers.named(agent)
-        self._endpoint.notify(peer.number, NOTIFICATION + payload).release()
+            endpoint = peer.over
+        check_notification(endpoint, payload)
+        self._connections.check_heard(peer)
+        endpoint.notify(peer.number, NOTIFICATION + payload).release()
 
     def notifications(self) -> dict[str, list[bytes]]:
         """What has come since the last call: by the sender's name, in order of arrival. A sender need not have been added here.
 
         Raises `CapacityError`, once, where some were lost because more than twice `notifications_max` waited to be taken: how many; what
-        was kept is given by the next call. Their senders are not told.
+        was kept is given by the next call. Their senders are told, by their next `notify()`.
         """
         self._require_usable()
         return self._connections.take_messages()
 
     # ---- the end
 
-    def statistics(self) -> Statistics:
-        """A snapshot of everything that the transport counts."""
+    def statistics(self, path: str | None = None) -> Statistics:
+        """A snapshot of everything that the transport counts, on that one of its `paths`, or on the first.
+
+        Raises `InvalidArgumentError` (no such path).
+        """
         self._require_usable()
-        return self._endpoint.statistics()
+        found = [endpoint for endpoint in self._endpoints if path in (None, endpoint.provider)]
+        if not found:
+            raise InvalidArgumentError(f"agent {self.name!r} has no path {path!r}; it has {', '.join(self.paths)}")
+        return found[0].statistics()
 
     def close(self, timeout_ms: int = 2000) -> None:
         """Let transfers end for at most `timeout_ms`, tell the others, release everything. Idempotent; nothing in a forked child."""
         if os.getpid() != self._process:
             return
         self._keeper.close()
-        self._endpoint.close(timeout_ms)
+        until = time.monotonic() + timeout_ms / 1000
+        for endpoint in self._endpoints:
+            endpoint.close(max(0, int(1000 * (until - time.monotonic()))))
         self._connections.join()
 
     def __del__(self) -> None:

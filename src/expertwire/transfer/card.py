@@ -20,7 +20,8 @@ _REGION_NAME_BYTES_MAX = 64
 class Area:
     """Registered memory: `nbytes` at `address` of its owner.
 
-    `name`: of the owner's region in its core; `key`: what its provider wants from whoever reaches for it.
+    `name`: of the owner's region in its core; `key`: what its provider wants from whoever reaches for it; `near`: the same of the provider
+    between agents of one host, b"" where that is the only one, or there is none.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Area:
     device: int
     name: str
     key: bytes
+    near: bytes = b""
 
     def __post_init__(self) -> None:
         kind_of(self.kind)
@@ -36,8 +38,8 @@ class Area:
             raise InvalidArgumentError(f"an area of {self.nbytes} bytes at {self.address:#x} on device {self.device} cannot be")
         if not 1 <= len(self.name.encode()) <= _REGION_NAME_BYTES_MAX:
             raise InvalidArgumentError(f"an area's name has {len(self.name.encode())} bytes; it has 1 to {_REGION_NAME_BYTES_MAX}")
-        if len(self.key) > KEY_BYTES_MAX:
-            raise InvalidArgumentError(f"an area's key has {len(self.key)} bytes, the limit is {KEY_BYTES_MAX}")
+        if max(len(self.key), len(self.near)) > KEY_BYTES_MAX:
+            raise InvalidArgumentError(f"an area's keys have {len(self.key)} and {len(self.near)} bytes, the limit is {KEY_BYTES_MAX}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class Door:
 class Card:
     """An agent as others know it. `instance`: of its process and making, never 0; `door`: None where it says nothing about connections.
 
-    `complete`: all that is registered is on it; else there may be more.
+    `complete`: all that is registered is on it; else there may be more. `host`: which one it is on, where agents of the same host may reach
+    it otherwise than by `provider`, which is for all; "": by that alone.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Card:
     door: Door | None
     areas: tuple[Area, ...]
     complete: bool = True
+    host: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -76,6 +80,8 @@ class Card:
             raise InvalidArgumentError(f"an agent's instance is {self.instance}; it is 1 to 2^64 - 1")
         if not 1 <= len(self.provider.encode()) <= NAME_BYTES_MAX:
             raise InvalidArgumentError(f"a provider's name has {len(self.provider.encode())} bytes; it has 1 to {NAME_BYTES_MAX}")
+        if len(self.host.encode()) > NAME_BYTES_MAX:
+            raise InvalidArgumentError(f"the name of a host has {len(self.host.encode())} bytes, the limit is {NAME_BYTES_MAX}")
         if len(self.areas) > AREAS_MAX:
             raise InvalidArgumentError(f"a card lists {len(self.areas)} areas, the limit is {AREAS_MAX}")
 

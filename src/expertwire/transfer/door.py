@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from expertwire.errors import ExpertwireError, MismatchError, PeerError, StateError
+from expertwire.errors import ExpertwireError, MismatchError, PeerError, StateError, UnavailableError
 from expertwire.transfer.card import Door
-from expertwire.transfer.introduction import LENGTH, RECORD_BYTES_MAX, Answer, Knock, Record, Refusal, decode, encode
+from expertwire.transfer.introduction import LENGTH, RECORD_BYTES_MAX, Answer, Elsewhere, Knock, Later, Record, Refusal, decode, encode
 
 __all__ = ["Doorkeeper", "knock"]
 
 VISITORS_MAX = 64
 VISIT_S = 2.0  # whoever has not said all by then is sent away
 TICK_S = 1.0
+AGAIN_S = 0.02  # between knocks where it is said that one comes too early
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Doorkeeper:
     `answer` returns None once nobody lives here any more: then the thread ends by itself.
     """
 
-    def __init__(self, host: str, answer: Callable[[Knock], Answer | Refusal | None], tick: Callable[[], bool]) -> None:
+    def __init__(self, host: str, answer: Callable[[Knock], Record | None], tick: Callable[[], bool]) -> None:
         self._answer, self._tick = answer, tick
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -144,11 +145,28 @@ def _whole(heard: bytes | bytearray) -> bytes | None:
 
 
 def knock(door: Door, record: Knock, whose: str, timeout_s: float) -> Answer:
-    """Introduce oneself to agent `whose`. Raises `PeerError` (nobody answers within `timeout_s`), `MismatchError` (refused, and why)."""
+    """Introduce oneself to agent `whose`.
+
+    Raises `PeerError` (nobody answers within `timeout_s`), `MismatchError` (refused, and why), `UnavailableError` (not over that path).
+    """
     where = f"agent {whose!r} at {door.host}:{door.port}"
     deadline = time.monotonic() + timeout_s
+    while isinstance(reply := _ask(door, record, where, timeout_s, deadline), Later):
+        if time.monotonic() + AGAIN_S >= deadline:
+            raise PeerError(f"{where} has not let go of what was between us within {timeout_s:g} s: {reply.why}")
+        time.sleep(AGAIN_S)
+    if isinstance(reply, Elsewhere):
+        raise UnavailableError(f"{where} is not reached over {record.path!r}: {reply.why}")
+    if isinstance(reply, Refusal):
+        raise MismatchError(f"{where} refuses the introduction: {reply.why}")
+    if not isinstance(reply, Answer):
+        raise MismatchError(f"{where} answers a knock with a {type(reply).__name__}")
+    return reply
+
+
+def _ask(door: Door, record: Knock, where: str, timeout_s: float, deadline: float) -> Record:
     try:
-        with socket.create_connection((door.host, door.port), timeout=timeout_s) as line:
+        with socket.create_connection((door.host, door.port), timeout=max(0.001, deadline - time.monotonic())) as line:
             line.sendall(_framed(record))
             heard = bytearray()
             while (said := _whole(heard)) is None:
@@ -163,9 +181,4 @@ def knock(door: Door, record: Knock, whose: str, timeout_s: float) -> Answer:
         raise
     except OSError as error:
         raise PeerError(f"{where} cannot be reached: {error}; has it ended?") from None
-    reply = decode(said)
-    if isinstance(reply, Refusal):
-        raise MismatchError(f"{where} refuses the introduction: {reply.why}")
-    if not isinstance(reply, Answer):
-        raise MismatchError(f"{where} answers a knock with a {type(reply).__name__}")
-    return reply
+    return decode(said)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from expertwire.errors import UnavailableError
 from expertwire.fabric import Endpoint
 from expertwire.fabric.discover import choose_interface
 from expertwire.transfer.door import Doorkeeper, knock
@@ -12,9 +14,11 @@ from expertwire.transfer.door import Doorkeeper, knock
 if TYPE_CHECKING:
     from expertwire.fabric.config import Settings
     from expertwire.transfer.card import Door
-    from expertwire.transfer.introduction import Answer, Knock, Refusal
+    from expertwire.transfer.introduction import Answer, Knock, Record
 
-__all__ = ["Ground"]
+__all__ = ["NEAR", "Ground"]
+
+NEAR = "local"  # the provider between agents of one host
 
 
 class Ground:
@@ -24,11 +28,23 @@ class Ground:
         """Not yet started. Raises as `Endpoint`."""
         return Endpoint(0, settings=settings, **options)
 
+    def near(self, settings: Settings, endpoint: Endpoint, **options: Any) -> Endpoint | None:
+        """What reaches agents of this host, beside `endpoint`, which leads to others.
+
+        None where a provider was asked for by name, or memory cannot be shared here: `Agent.paths` says so.
+        """
+        if settings.provider or endpoint.provider == NEAR:
+            return None
+        try:
+            return Endpoint(0, settings=replace(settings, provider=NEAR), **options)
+        except UnavailableError:
+            return None
+
     def host(self, endpoint: Endpoint, settings: Settings, hosts: int) -> str:
         """The address that its door listens at: the endpoint's own interface."""
-        return "127.0.0.1" if endpoint.provider == "local" else choose_interface(settings, hosts).address
+        return "127.0.0.1" if endpoint.provider == NEAR else choose_interface(settings, hosts).address
 
-    def door(self, host: str, answer: Callable[[Knock], Answer | Refusal | None], tick: Callable[[], bool]) -> Doorkeeper:
+    def door(self, host: str, answer: Callable[[Knock], Record | None], tick: Callable[[], bool]) -> Doorkeeper:
         """See `Doorkeeper`."""
         return Doorkeeper(host, answer, tick)
 

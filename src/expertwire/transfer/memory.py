@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy
 from numpy.typing import NDArray
 
-from expertwire.errors import ExpertwireError, NotFoundError, UnavailableError
+from expertwire.errors import ExpertwireError, NotFoundError, StateError, UnavailableError
 from expertwire.transfer.areas import AreaTable
 from expertwire.transfer.card import Area
 from expertwire.transfer.descriptors import U64, Descriptors
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int, int]  # kind, address, bytes
 
-__all__ = ["Found", "Registry", "RemoteMemory", "require_host"]
+__all__ = ["Found", "FoundThere", "Registry", "RemoteMemory", "require_host"]
 
 
 def require_host(kind: str, what: str) -> None:
@@ -32,7 +32,7 @@ def require_host(kind: str, what: str) -> None:
 
 @dataclass(slots=True)
 class _Registered:
-    region: Region
+    regions: tuple[Region, ...]  # one for each endpoint
     area: Area
     times: int
     owner: tuple[object, ...]
@@ -40,18 +40,27 @@ class _Registered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """Where N pieces are: region numbers uint32 [N], offsets uint64 [N]; and the regions, so that it is seen when one is gone."""
+    """Where N pieces of an agent's own are: offsets uint64 [N], and by endpoint region numbers uint32 [N] and the regions themselves."""
 
-    numbers: NDArray[numpy.uint32]
     offsets: U64
-    regions: tuple[Region, ...] = ()
+    numbers: dict[Endpoint, NDArray[numpy.uint32]]
+    regions: dict[Endpoint, tuple[Region, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundThere:
+    """Where N pieces of a peer's are: region numbers uint32 [N] of the endpoint that leads there, offsets uint64 [N]."""
+
+    offsets: U64
+    numbers: NDArray[numpy.uint32]
 
 
 class Registry:
     """What is registered here. Registered again it counts: it is gone when it was deregistered as often. Its owner serialises the calls."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        """`endpoints`: the one that leads to everybody, and behind it the one to agents of this host, where there is one."""
+        self._endpoints = tuple(endpoints)
         self._held: dict[Key, _Registered] = {}
         self._table: AreaTable | None = None
         self._listed: list[_Registered] = []
@@ -68,9 +77,10 @@ class Registry:
                 key = (memory.kind, address, nbytes)
                 held = self._held.get(key)
                 if held is None:
-                    region = self._endpoint.register_address(address, nbytes)
-                    area = Area(memory.kind, address, nbytes, device, region.name, region.key())
-                    held = self._held[key] = _Registered(region, area, 0, memory.owners[index : index + 1])
+                    regions = self._register(address, nbytes)
+                    keys = [region.key() for region in regions]
+                    area = Area(memory.kind, address, nbytes, device, regions[0].name, *keys)
+                    held = self._held[key] = _Registered(regions, area, 0, memory.owners[index : index + 1])
                 held.times += 1
                 done.append(key)
         except ExpertwireError:
@@ -79,6 +89,14 @@ class Registry:
             raise
         finally:
             self._table = None
+
+    def _register(self, address: int, nbytes: int) -> tuple[Region, ...]:
+        first = self._endpoints[0].register_address(address, nbytes)
+        try:
+            return first, *(endpoint.register_address(address, nbytes) for endpoint in self._endpoints[1:])
+        except ExpertwireError:
+            first.close(0)  # there are two at most
+            raise
 
     def keys_of(self, memory: Descriptors) -> list[Key]:
         """Of pieces as they were registered. Raises `NotFoundError` (one was not)."""
@@ -95,7 +113,14 @@ class Registry:
         self._table = None
         held = self._held[key]
         if held.times <= 1:
-            held.region.close(timeout_ms)
+            in_use: list[StateError] = []
+            for region in held.regions:
+                try:
+                    region.close(timeout_ms)
+                except StateError as error:
+                    in_use.append(error)
+            if in_use:
+                raise in_use[0]
             del self._held[key]
         held.times -= 1
 
@@ -107,11 +132,14 @@ class Registry:
         """Raises `NotFoundError` naming the first piece that is not registered."""
         require_host(memory.kind, "the local side")
         places, offsets = self._areas().find(memory, "this agent")
-        used = {int(place): self._listed[int(place)].region for place in numpy.unique(places)}
-        numbers = numpy.zeros(len(self._listed), dtype=numpy.uint32)
-        for place, region in used.items():
-            numbers[place] = region.number
-        return Found(numbers[places], offsets, tuple(used.values()))
+        used = [int(place) for place in numpy.unique(places)]
+        found = Found(offsets, {}, {})
+        for at, endpoint in enumerate(self._endpoints):
+            regions = found.regions[endpoint] = tuple(self._listed[place].regions[at] for place in used)
+            numbers = numpy.zeros(len(self._listed), dtype=numpy.uint32)
+            numbers[used] = [region.number for region in regions]
+            found.numbers[endpoint] = numbers[places]
+        return found
 
     def areas(self, memory: Descriptors | None = None) -> tuple[Area, ...]:
         """Of everything, or of the registrations that hold `memory`. Raises `NotFoundError`."""
@@ -130,19 +158,22 @@ class Registry:
 class RemoteMemory:
     """What a peer has said that it has registered, under the numbers that the core gave."""
 
-    def __init__(self, endpoint: Endpoint, number: int, name: str, areas: Sequence[Area]) -> None:
-        """Announces them to the core. Raises as `Endpoint.announce()`."""
+    def __init__(self, endpoint: Endpoint, number: int, name: str, areas: Sequence[Area], provider: str) -> None:
+        """Announces them to the core. `provider`: whose keys are the areas' first ones. Raises as `Endpoint.announce()`."""
         usable = [area for area in areas if area.kind == "DRAM"]
+        keys = [area.key if endpoint.provider == provider else area.near for area in usable]
         self._whose = f"agent {name!r}"
-        self._numbers = numpy.array([endpoint.announce(number, area.name, area.nbytes, area.key) for area in usable], dtype=numpy.uint32)
+        self._numbers = numpy.array(
+            [endpoint.announce(number, area.name, area.nbytes, key) for area, key in zip(usable, keys, strict=True)], dtype=numpy.uint32
+        )
         self._table = AreaTable([area.address for area in usable], [area.nbytes for area in usable])
 
     def covers(self, memory: Descriptors) -> NDArray[numpy.bool_]:
         """bool [N]: whether each piece lies within one of its areas."""
         return self._table.covers(memory)
 
-    def find(self, memory: Descriptors) -> Found:
+    def find(self, memory: Descriptors) -> FoundThere:
         """Raises `NotFoundError` naming the first piece that it has not said to be registered."""
         require_host(memory.kind, "the remote side")
         places, offsets = self._table.find(memory, self._whose)
-        return Found(self._numbers[places], offsets)
+        return FoundThere(offsets, self._numbers[places])

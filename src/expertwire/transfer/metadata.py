@@ -19,15 +19,15 @@ from expertwire.transfer.descriptors import KINDS, Descriptors
 __all__ = ["CARD_BYTES_MAX", "DESCRIPTORS_MAX", "VERSION", "decode", "decode_descriptors", "encode", "encode_descriptors"]
 
 MAGIC = b"EWTM"
-VERSION = 1
+VERSION = 2
 DESCRIPTORS_MAX = 1 << 20
 META_BYTES_MAX = 4096
-CARD_BYTES_MAX = 24 << 20  # the largest card that there can be: 65,536 areas with names and keys as long as they may be
+CARD_BYTES_MAX = 40 << 20  # the largest card that there can be: 65,536 areas with names and keys as long as they may be
 DESCRIPTOR_BYTES_MAX = 64 << 20
 
 _HEAD = struct.Struct("<4sBBHI")
 _SUM = struct.Struct("<I")
-_AREA = struct.Struct("<BQQQBH")
+_AREA = struct.Struct("<BQQQBHH")
 _LIST = struct.Struct("<BBI")
 _CARD, _DESCRIPTORS = 1, 2
 _NAMES = {_CARD: "an agent's metadata", _DESCRIPTORS: "a list of descriptors"}
@@ -38,16 +38,19 @@ _COLUMN_BYTES = 8
 def encode(card: Card) -> bytes:
     """The card as a record; at most `CARD_BYTES_MAX` bytes, since a card bounds what is in it."""
     name, provider = card.name.encode(), card.provider.encode()
+    host = card.host.encode()
     body = bytearray(struct.pack("<B", len(name)) + name + struct.pack("<QB", card.instance, len(provider)) + provider)
+    body += struct.pack("<B", len(host)) + host
     if card.door is None:
         body += b"\0"
     else:
-        host = card.door.host.encode()
-        body += struct.pack("<BB", 1, len(host)) + host + struct.pack("<H", card.door.port) + card.door.token
+        door = card.door.host.encode()
+        body += struct.pack("<BB", 1, len(door)) + door + struct.pack("<H", card.door.port) + card.door.token
     body += struct.pack("<BI", card.complete, len(card.areas))
     for area in card.areas:
         region = area.name.encode()
-        body += _AREA.pack(KINDS.index(area.kind), area.address, area.nbytes, area.device, len(region), len(area.key)) + region + area.key
+        sizes = len(region), len(area.key), len(area.near)
+        body += _AREA.pack(KINDS.index(area.kind), area.address, area.nbytes, area.device, *sizes) + region + area.key + area.near
     return _record(_CARD, body)
 
 
@@ -57,6 +60,7 @@ def decode(data: bytes) -> Card:
     name = reader.text("the agent's name", reader.byte("the length of the agent's name"))
     instance = reader.unpack(struct.Struct("<Q"), "the instance")[0]
     provider = reader.text("the provider", reader.byte("the length of the provider"))
+    host = reader.text("the host", reader.byte("the length of the host"))
     door = _door(reader)
     complete = reader.byte("whether all is on it")
     if complete > 1:
@@ -67,7 +71,7 @@ def decode(data: bytes) -> Card:
     rows = [_area(reader, index) for index in range(count)]
     reader.end()
     try:
-        return Card(name, instance, provider, door, tuple(rows), bool(complete))
+        return Card(name, instance, provider, door, tuple(rows), bool(complete), host)
     except InvalidArgumentError as error:
         reader.fail(str(error))
 
@@ -194,13 +198,14 @@ def _door(reader: _Reader) -> Door | None:
 
 
 def _area(reader: _Reader, index: int) -> Area:
-    kind, address, nbytes, device, name_bytes, key_bytes = reader.unpack(_AREA, f"area {index}")
+    kind, address, nbytes, device, name_bytes, key_bytes, near_bytes = reader.unpack(_AREA, f"area {index}")
     if kind >= len(KINDS):
         reader.fail(f"area {index} is of kind {kind}, which is not known")
     name = reader.text(f"the name of area {index}", name_bytes)
     key = bytes(reader.take(key_bytes, f"the key of area {index}"))
+    near = bytes(reader.take(near_bytes, f"the near key of area {index}"))
     try:
-        return Area(KINDS[kind], address, nbytes, device, name, key)
+        return Area(KINDS[kind], address, nbytes, device, name, key, near)
     except InvalidArgumentError as error:
         reader.fail(f"area {index}: {error}")
 

@@ -9,6 +9,8 @@ from expertwire.errors import CapacityError, NotAllowedError, NotFoundError
 from expertwire.transfer.card import Card
 
 if TYPE_CHECKING:
+    from expertwire.fabric import Endpoint
+    from expertwire.fabric.request import Request
     from expertwire.transfer.memory import RemoteMemory
 
 __all__ = ["Peer", "PeerTable"]
@@ -18,8 +20,12 @@ __all__ = ["Peer", "PeerTable"]
 class Peer:
     """Another agent. `number`: under which the core knows it. `card`: None until it is added, and once it is removed.
 
-    `connected`: the core reaches it. `visitor`: it has introduced itself, so it may be using this agent; `introduced`: the other way round.
-    `ended`: why it is over, else "": then its number is another's, and so is its core's error.
+    `reached`: the endpoints that know it; `path`: the one that this agent's transfers go over, None while it does not use that one.
+    `visitor`: which visit it came in when it introduced itself, so that it may be using this agent; 0: it has parted, or never came.
+    `visit`: our last one there; `parting`: the word that it is over, where it was not heard at once, and until when that is waited for.
+    `untold`: how many of its messages were lost here that it has not been told of; `lost`: of ours there, that nobody here has been
+    told of. `leaving`: why it is being let go, else "": nothing of it can be begun then. `ended`: why it is over, else "": then its
+    number is another's, and so is its core's error.
     """
 
     number: int
@@ -27,10 +33,22 @@ class Peer:
     instance: int
     card: Card | None = None
     memory: RemoteMemory | None = field(default=None, repr=False)
-    connected: bool = False
-    visitor: bool = False
-    introduced: bool = False
+    reached: list[Endpoint] = field(default_factory=list, repr=False)
+    path: Endpoint | None = field(default=None, repr=False)
+    visitor: int = 0
+    visit: int = 0
+    parting: tuple[Request | None, float] | None = field(default=None, repr=False)
+    untold: int = 0
+    lost: int = 0
+    leaving: str = ""
     ended: str = ""
+
+    @property
+    def over(self) -> Endpoint:
+        """The endpoint that leads to it. Raises `NotFoundError` once it was removed."""
+        if self.path is None:
+            raise NotFoundError(f"agent {self.name!r} was removed; add it, and prepare its list again")
+        return self.path
 
 
 class PeerTable:
@@ -104,7 +122,8 @@ class PeerTable:
         """The core has let it go: its number may be given to another. Its name stays until it is removed."""
         if peer.ended:
             return
-        peer.ended, peer.connected = why, False
+        peer.ended, peer.leaving = why, ""
+        peer.reached.clear()
         del self._by_instance[peer.name, peer.instance]
         del self._by_number[peer.number]
         self._free.append(peer.number)

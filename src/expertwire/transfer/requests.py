@@ -22,6 +22,7 @@ from expertwire.errors import (
 )
 from expertwire.fabric import Status
 from expertwire.fabric.lanes import lane_for
+from expertwire.transfer.memory import Found, FoundThere
 from expertwire.transfer.parts import Parts
 from expertwire.transfer.states import ACTIVE, DONE, NEVER_POSTED, RELEASED, TransferState, state_of
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from expertwire.fabric import Endpoint, Region
     from expertwire.fabric.request import PreparedRequest
     from expertwire.transfer.descriptors import Descriptors
-    from expertwire.transfer.memory import Found
     from expertwire.transfer.peers import Peer
     from expertwire.transfer.runs import Runs
 
@@ -51,10 +51,10 @@ _HINTS = {
 class Prepared:
     """Descriptors whose places are known: of this agent (`agent` is ""), or of another one. It may be dropped while transfers of it run."""
 
-    def __init__(self, agent: str, descriptors: Descriptors, found: Found, peer: Peer | None) -> None:
+    def __init__(self, agent: str, descriptors: Descriptors, found: Found | FoundThere, peer: Peer | None) -> None:
         self.agent = agent
         self.descriptors = descriptors
-        self._found: Found | None = found
+        self._found: Found | FoundThere | None = found
         self._peer = peer
 
     def __len__(self) -> int:
@@ -67,8 +67,19 @@ class Prepared:
         """No transfer can be made of it any more. Idempotent."""
         self._found = None
 
-    def places(self) -> Found:
-        """Raises `StateError` once it is released."""
+    def here(self) -> Found:
+        """Of a local list. Raises `StateError` once it is released."""
+        found = self._places()
+        assert isinstance(found, Found)
+        return found
+
+    def there(self) -> FoundThere:
+        """Of another agent's. Raises `StateError` once it is released."""
+        found = self._places()
+        assert isinstance(found, FoundThere)
+        return found
+
+    def _places(self) -> Found | FoundThere:
         if self._found is None:
             raise StateError(f"a prepared list of {len(self)} descriptors was released; prepare it again")
         return self._found
@@ -83,9 +94,9 @@ class Prepared:
 class Transfer:
     """Bytes between this agent and another, posted as often as one likes. Calls may come from several threads.
 
-    `operation`: "READ" or "WRITE"; `agent`: the other one; `nbytes`, `descriptor_count`: as asked for; `run_count`: in so many pieces after
-    neighbours were merged. `posted_ns`, `ended_ns`: of `time.monotonic_ns()`, when it was last posted and when its end was seen;
-    `post_duration_ns`: how long that call took; `start_wall_ns`: of `time.time_ns()`.
+    `operation`: "READ" or "WRITE"; `agent`: the other one; `path`: the provider that leads there. `nbytes`, `descriptor_count`: as
+    asked for; `run_count`: in so many pieces after neighbours were merged. `posted_ns`, `ended_ns`: of `time.monotonic_ns()`, when it
+    was last posted and when its end was seen; `post_duration_ns`: how long that call took; `start_wall_ns`: of `time.time_ns()`.
     """
 
     def __init__(
@@ -98,7 +109,7 @@ class Transfer:
         descriptor_count: int,
         notification: bytes,
     ) -> None:
-        self.operation, self.agent = operation, peer.name
+        self.operation, self.agent, self.path = operation, peer.name, endpoint.provider
         self.nbytes, self.descriptor_count, self.run_count = int(runs.lengths.sum()), descriptor_count, len(runs)
         self.notification = notification
         self._attached = NOTIFICATION + notification if notification else None
@@ -298,8 +309,8 @@ class Transfer:
 
     def _death(self) -> str:
         """Why the other agent has ended, as far as that is known."""
-        if self._peer.ended:
-            return self._peer.ended
+        if why := self._peer.ended or self._peer.leaving:
+            return why
         fault = self._endpoint.fault(self._peer.number)
         return fault[1] if fault else ""
 

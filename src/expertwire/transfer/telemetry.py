@@ -22,6 +22,7 @@ class Measured(Protocol):
     """What is read of a transfer that has ended; `expertwire.transfer.Transfer` has it. Times are of `time.monotonic_ns`."""
 
     operation: str
+    path: str
     nbytes: int
     run_count: int
 
@@ -98,6 +99,7 @@ class Telemetry:
             )
             with self._lock:
                 self._count(transfer.operation, found)
+                self._counts["path_bytes", transfer.path] += found.total_bytes
         except Exception:
             with self._lock:
                 self._faults += 1
@@ -174,6 +176,7 @@ _COUNTERS = (
     ("failed", "expertwire_transfers_failed_total", "operation", "Transfers that ended in an error"),
     ("errors", "expertwire_transfer_errors_total", "error", "Errors that transfers ended in"),
     ("bytes", "expertwire_transfer_bytes_total", "operation", "Bytes of transfers that were delivered"),
+    ("path_bytes", "expertwire_transfer_path_bytes_total", "path", "The same by the provider that they went over"),
     ("descriptors", "expertwire_transfer_descriptors_total", "operation", "Runs of bytes that delivered transfers were made of"),
     ("post_us", "expertwire_transfer_post_microseconds_total", "operation", "Time spent inside posts of delivered transfers"),
     ("notifications", "expertwire_notifications_total", "direction", "Notifications, those of transfers left out on the sender's side"),
