@@ -230,7 +230,7 @@ def two_and_two(stage: Stage) -> list[Finding]:
     dead.kill()
     less, less_why = different(stage, [body_of(f"{stage.kv} one d {number}", stream=number % 2 == 1) for number in range(8)])
     text = stage.proxy.metrics()
-    released = metric(text, "expertwire_proxy_releases_total")
+    released = metric(text, "expertwire_proxy_releases_total", outcome="released")
     took = wait_until("blocks meant for a dead D are to be freed", lambda: sum(p.busy() for p in stage.prefill) == 0, LEASE_S + 15)
     return [
         Finding("requests_other_than_single_server", wrong, wrong == 0, f"of {len(bodies)}", why),

@@ -96,8 +96,11 @@ class Process:
         wait_until(f"{self.name} is to be ready, its log is {self.log}", self.healthy, READY_S, 1.0)
 
     def metrics(self) -> str:
-        """Its counters."""
-        return get(self.port, "/metrics")[1]
+        """Its counters. Raises RuntimeError where it gives none: of a dead server nothing is 0."""
+        status, text = get(self.port, "/metrics")
+        if status != 200:
+            raise RuntimeError(f"{self.name} gives no metrics: {status} {text[:200]}; its log is {self.log}")
+        return text
 
     def metric(self, name: str, **labels: str) -> float:
         """One of them."""
