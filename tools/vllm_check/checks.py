@@ -143,7 +143,8 @@ def lease(stage: Stage) -> list[Finding]:
         late = body_of(f"{stage.kv} late")
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(ask, narrow.port, late)
-            wait_until("parameters are to expire", lambda: narrow.metric("expertwire_proxy_expiries_total") >= 1, 60)
+            wait_until("P is to have computed it", lambda: p.metric("vllm:kv_cache_usage_perc") > 0, 60)
+            time.sleep(2)  # four times as long as its parameters may be used
             long.close()
             reply = asked.result()
         truth = ask(stage.single.port, late)
@@ -153,7 +154,7 @@ def lease(stage: Stage) -> list[Finding]:
         stage.settled(p.lease_s + 30)
     return [
         Finding("blocks_freed_after_lease", after, held > 0 and expiries == 1 and after >= p.lease_s - 1, "s", f"{expiries} expiries"),
-        Finding("late_parameters_not_used", seen, good and d.healthy(), "expiries", f"{reply.status} {told}"),
+        Finding("late_parameters_not_used", seen, good and seen >= 1 and d.healthy(), "expiries", f"{reply.status} {told}"),
     ]
 
 
