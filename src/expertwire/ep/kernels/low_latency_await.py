@@ -15,6 +15,7 @@ from expertwire.ep.kernels.low_latency_words import (
     L_ROWS,
     LL_HEADER,
     S_MISSING,
+    STATE_SHRINK,
     alive_lanes,
     await_call,
     owned,
@@ -73,7 +74,8 @@ def take_counts(
 
 @triton.jit
 def take_rows(state, call, epoch, status, routed, R: tl.constexpr, RP: tl.constexpr):
-    """Whose rows there are of a combine: all that went there came back. A rank that left this one out in the dispatch has nothing of it."""
+    """Whose rows there are of a combine: all that went there came back. Where ranks are masked, one that left this one out in the dispatch
+    has nothing of it; else nothing where something was sent is a fault like any other number."""
     source = tl.arange(0, RP)
     live = tl.where(status == 0, alive_lanes(state, R, RP), 0) == 1
     record = control_of(state) + record_word(state, epoch % 3, source, R)
@@ -81,7 +83,8 @@ def take_rows(state, call, epoch, status, routed, R: tl.constexpr, RP: tl.conste
     sent = tl.load(words_at(routed) + CALL + R + source, mask=live, other=0, cache_modifier=".cg")
     usable = live & (rows == sent) & (rows > 0)
     tl.store(words_at(call) + CALL + source, usable.to(tl.int64), mask=source < R)
-    peer = tl.min(tl.where(live & (rows != sent) & (rows > 0) & (sent > 0), source, R))
+    masking = tl.load(words_at(state) + STATE_SHRINK) != 0
+    peer = tl.min(tl.where(live & (rows != sent) & (((rows > 0) & (sent > 0)) | (masking == 0)), source, R))
     if peer < R:
         lost = source == peer
         say_status(state, call, S_MISSING, peer, tl.sum(tl.where(lost, sent, 0)), tl.sum(tl.where(lost, rows, 0)))
