@@ -1,7 +1,8 @@
 """combine: each home reads its rows back from the ranks that had them, and sums.
 
 What moves: N rows read, T rows written, N those of all ranks; the same bytes as a dispatch. All ranks' pieces of a row are in flight at
-once, 16 bytes a thread and rank; absent ranks cost a masked load. The floor on one card: (N + T) rows over its copy rate.
+once, 16 bytes a thread and rank; absent ranks cost a masked load. The floor on one card: (N + T) rows over its copy rate. Measured on two
+H200s, one rank each, 4,096 tokens, in a graph with its notify: 194 µs (floor of the link 181 at 324 GB/s each way).
 
 acc = fp32(bias 0) + bias 1; p = sum over ranks ascending; acc + p, rounded to bf16 to nearest even, NaN to 0x7FC0: bit for bit as
 ep/reference.py, where all ranks are of the home's node.

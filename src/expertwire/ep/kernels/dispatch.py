@@ -4,6 +4,8 @@ What moves: T rows read once, N rows written, N the rows that all ranks receive;
 is loaded once, into registers, and stored to each of its receivers from there, 16 bytes a thread. On one card whose memory stands in for
 every link the floor is (T + N) rows over its copy rate: 8 × 4,096 tokens, top-8 of 256, 7168 bf16: 2.9 GB, 0.7 ms at 4.27 TB/s.
 
+Measured on two H200s, one rank each, 4,096 tokens, in a graph with its notify: 195 µs (floor of the link 181 at 324 GB/s each way).
+
 Nothing here waits but the program that finishes last. Positions come from the prefix that the notify left for each group of tokens, so no
 row needs an atomic.
 """
