@@ -134,6 +134,10 @@ class World:
         )
         self.jobs[name].append(Job(transfer, self.sides[other], reads, spans, here, there))
 
+    def may_fail(self) -> bool:
+        """A dead one's work that does not end has its endpoint closed, at once in this network, with what it held for the living."""
+        return self.faults.can_fail() or not all(side.alive for side in self.sides.values())
+
     # ---- what is done
 
     def post(self, name: str, job: Job) -> None:
@@ -153,7 +157,7 @@ class World:
             job.transfer.post(note)
         except ExpertwireError as error:
             self.outcomes[f"refused: {type(error).__name__}"] += 1
-            if not (self.faults.can_fail() or not job.target.alive):
+            if not self.may_fail():
                 raise
             if not self.healed or job.target.alive:
                 self.again(name, job.target.agent.name)
@@ -195,7 +199,7 @@ class World:
         if state is _FAILED:
             error = job.transfer.error
             _hold(error is not None, "it failed, and does not say why")
-            _hold(self.faults.can_fail() or not job.target.alive, f"it failed where nothing can fail: {error}")
+            _hold(self.may_fail(), f"it failed where nothing can fail: {error}")
             self.outcomes[type(error).__name__] += 1
             return
         side, index = self.sides[name], self.jobs[name].index(job)
