@@ -466,6 +466,7 @@ bool EngineSimulation::tries_again() {
         const std::uint32_t turns = members_[rank].again_turns;
         if (runs(rank) && turns > 0 && turns <= 100) return true;
         if (runs(rank) && network_.provider(rank).has_counting_to_do()) return true;
+        if (runs(rank) && engine(rank).bulk_held()) return true;  // it goes on when a short time has passed
     }
     return false;
 }

@@ -75,6 +75,9 @@ void draw_bulk(EnginePlan& plan, const EngineSimulationOptions& options) {
     if (random.chance(0.5)) plan.limits.bulk_chunk_bytes = EngineOracle::chunk_bytes_max;
     if (random.chance(0.5)) plan.limits.bulk_hold_ns = 4'000;
     plan.limits.bulk_quiet_ns = 1'000;
+    // Bulk is served after all others: where slots are few it may be without a turn for longer than a deadline that is
+    // a hundred holds. In earnest it is a million.
+    plan.limits.hard_timeout_ns *= 10;
     plan.limits.bulk_wary_ns = 8'000;
     plan.swarm.emplace_back("bulk");
 }

@@ -15,7 +15,7 @@ import torch
 
 from ep.work import EXPERTS, Described, caught, described, dispatch, dispatch_rows, round_trip, rows_of
 from expertwire.ep import Buffer
-from expertwire.ep.buffer import _State
+from expertwire.ep.renewal import State
 from expertwire.errors import ExpertwireError
 from harness import Rank
 
@@ -106,7 +106,7 @@ def leave_behind_a_stopped_rank(rank: Rank) -> dict[str, Any]:
         assert time.monotonic() < deadline, f"rank 2 has not stopped: heard {context.pulse(2)[3]} ns ago"
         context.doorbell_wait(context.doorbell_seen(), 50)
     if rank.rank == 1:
-        buffer._state = _State.failed  # leave at once, as after an error
+        buffer._state = State.failed  # leave at once, as after an error
         buffer.destroy()
         return {}
     return missed(buffer, rank.rank, lambda: round_trip(buffer, rank.rank))

@@ -27,6 +27,9 @@ class Counted:
         return self.text
 
     def wait(self, times: int) -> None:
+        """Until it was asked so often from now on."""
+        while self.asked.acquire(blocking=False):
+            pass
         for _ in range(times):
             assert self.asked.acquire(timeout=SOON_S)
 
