@@ -28,6 +28,7 @@ enum class Mutant : std::uint8_t {
     reused_in_flight,         // low latency: rows on their way out are overwritten by the call after the next
     mask_forgets_consumed,    // low latency: a rank that is unmasked is not told what it missed
     told_of_overwritten,      // low latency: rows for who is masked are given up, and yet their word goes there
+    late_rows_forgotten,      // low latency: who writes no more is held not to have written late before
     never_reopens,            // a lane that aborted stays closed to what was accepted since
     count_one_fewer,          // class C: the target adds a signal one immediate too early
     tag_freed_at_failure,     // class C: the tag of a failed write is used again before its immediate has come
@@ -64,6 +65,7 @@ inline constexpr NamedMutant named_mutants[] = {
     {Mutant::reused_in_flight, "reused_in_flight"},
     {Mutant::mask_forgets_consumed, "mask_forgets_consumed"},
     {Mutant::told_of_overwritten, "told_of_overwritten"},
+    {Mutant::late_rows_forgotten, "late_rows_forgotten"},
     {Mutant::never_reopens, "never_reopens"},
     {Mutant::count_one_fewer, "count_one_fewer"},
     {Mutant::tag_freed_at_failure, "tag_freed_at_failure"},

@@ -84,20 +84,30 @@ std::string LowLatency::capacity_error(const LowLatencyCall& call) const {
            " bytes of low-latency memory on a rank, num_rdma_bytes is " + std::to_string(data_bytes_);
 }
 
-// A rank that was stopped in the middle of a call writes where its block was then, when it wakes.
+// Whom that call of mine does without, as far as is known: it was left out before the call had its rows.
+bool LowLatency::out_of(std::uint32_t rank, std::uint64_t call) const {
+    return masked_[rank] || (left_out_[rank] <= call && call <= taken_in_[rank]);
+}
+
+// A rank that was stopped in the middle of a call writes where its block was then, when it wakes. Whether it has died
+// or come back since says nothing of what it wrote before.
 std::string LowLatency::moved_error(const LowLatencyCall& call) const {
-    const std::uint64_t before = block_bytes_[(epoch_ + 1) % 2];
+    const std::uint64_t next = epoch_ + 1;
+    const std::uint64_t before = block_bytes_[next % 2];
     const std::uint64_t now = blocks_of(call).block;
     if (before == 0 || before == now) return {};
+    const bool consumed = consumed_ + 2 >= next;
     for (std::uint32_t rank = 0; rank < nodes().ranks(); ++rank) {
-        const bool then = late_[rank] == LateRows::none && late_then_[(epoch_ + 1) % 2][rank] != 0;
-        if (!masked_[rank] || (late_[rank] != LateRows::may_come && !then)) continue;
-        return "rank " + std::to_string(rank) +
-               (then ? " is left out and may have written over rows that have come for this call, in blocks of "
-                     : " is left out but may still write rows of a call that it took part in, in blocks of ") +
+        const bool may_come = late_[rank] == LateRows::may_come;
+        const bool then = consumed ? late_then_[next % 2][rank] != 0 : may_come && out_of(rank, next - 2);
+        const bool still = masked_[rank] && may_come;
+        if (!still && (!then || mutant(Mutant::late_rows_forgotten))) continue;
+        return "rank " + std::to_string(rank) + (masked_[rank] ? " is" : " was") +
+               (still ? " left out but may still write rows of a call that it took part in, in blocks of "
+                      : " left out and may have written over rows that have come for this call, in blocks of ") +
                std::to_string(before) + " bytes, and this call has blocks of " + std::to_string(now) +
                ": keep num_max_dispatch_tokens_per_rank, hidden, num_experts and top-k until its process has ended or "
-               "it is taken in again";
+               "it is taken in again, and for two calls more";
     }
     return {};
 }
@@ -336,7 +346,7 @@ bool LowLatency::settle(std::uint32_t& failed, Status& status) {
     while (!drains(consumed_ + 1) && std::erase(packed_, consumed_ + 1) > 0) {
         ++consumed_;
         for (std::uint32_t rank = 0; rank < nodes().ranks(); ++rank)
-            late_then_[consumed_ % 2][rank] = masked_[rank] && late_[rank] == LateRows::may_come;
+            late_then_[consumed_ % 2][rank] = late_[rank] == LateRows::may_come && out_of(rank, consumed_);
     }
     return tell() && packed_.empty() && good;
 }
@@ -360,8 +370,8 @@ bool LowLatency::tell() {
 void LowLatency::mask(std::uint32_t rank, bool masked) {
     if (masked_[rank] == static_cast<std::uint8_t>(masked)) return;
     masked_[rank] = masked;
-    late_[rank] = masked ? LateRows::may_come : LateRows::none;
     if (masked) {
+        late_[rank] = LateRows::may_come;
         left_out_[rank] = epoch_ + 1;
         for (const std::shared_ptr<LowLatencyOperation>& call : calls_) {
             if (call && !call->ended() && call->leave_out(rank))

@@ -211,7 +211,8 @@ class LowLatency {
     void mask(std::uint32_t rank, bool masked);
     bool masked(std::uint32_t rank) const { return masked_[rank]; }
     // May a masked rank still write rows of calls that it took part in? Then blocks must stay where they are, and, once
-    // they have come to rest, for one more call of each half: others may write those before this rank begins them.
+    // they have come to rest, its process has ended, or it is taken in, for one more call of each half: others may
+    // write those before this rank begins them.
     enum class LateRows : std::uint8_t { none = 0, may_come, never };  // never: its process has ended
     void set_late_rows(std::uint32_t rank, LateRows late) { late_[rank] = late; }
     // The other side: this rank was left out, so its calls under way end here …
@@ -269,6 +270,7 @@ class LowLatency {
     std::string call_error(const LowLatencyCall& call) const;
     std::string capacity_error(const LowLatencyCall& call) const;
     std::string moved_error(const LowLatencyCall& call) const;
+    bool out_of(std::uint32_t rank, std::uint64_t call) const;
     bool takes_rows(std::uint32_t rank, std::uint64_t epoch) const;
     void begin(const std::shared_ptr<LowLatencyOperation>& operation);
     bool reap(std::uint32_t parity, std::uint32_t& rank, Status& status);  // false: one has failed
@@ -299,7 +301,7 @@ class LowLatency {
     } staging_[2];
     std::vector<std::uint8_t> masked_;
     bool mask_what_fails_ = false;
-    std::vector<LateRows> late_;               // [ranks]
+    std::vector<LateRows> late_;               // [ranks]: of one that was taken in again, as it was then
     std::vector<std::uint8_t> late_then_[2];   // [ranks]: may_come when the last call of the parity was consumed
     std::uint64_t block_bytes_[2] = {};        // of the last call of the parity
     std::vector<LowLatencyWord> sent_;         // [ranks]: the last call of which its rows are handed over, and how many

@@ -143,6 +143,7 @@ def stopped_and_woken(rank: Rank, node_of: Sequence[int], provider: str, victim:
         out = go_on_without(rank, buffer, victim, others[victim])
         assert idle_until(buffer, Path(flag).exists, 20), "the victim has not heard that it is out"
         buffer.low_latency_update_mask_buffer(victim, False)
+        out["moved at once"] = caught(lambda: send(buffer, rank, PLAIN))
     until = time.monotonic() + 20
     while True:
         try:

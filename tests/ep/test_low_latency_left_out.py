@@ -50,6 +50,9 @@ def test_a_stopped_rank_wakes_up_hears_that_it_is_out_and_comes_back(world: Worl
         kind, _, message = out["moved"]
         assert kind == "StateError", f"rank {rank}: {message}"
         assert "rank 2 is left out but may still write rows" in message
+        kind, _, message = out["moved at once"]
+        assert kind == "StateError", f"rank {rank}: {message}"
+        assert "rank 2 was left out and may have written over rows that have come for this call" in message
 
 
 def test_rows_on_their_way_at_a_mask_are_right_or_never_told_of(world: World) -> None:

@@ -23,6 +23,7 @@ MUTANTS = {  # and within how many seeds it must be seen
     "mask_forgets_consumed": 60,
     "told_of_overwritten": 60,
 }
+LATE_ROWS = (17839, 65395)  # of seeds.txt: rows that come late are rare
 SITUATIONS = (
     "began_while_others_were_behind",
     "combines",
@@ -40,6 +41,7 @@ SITUATIONS = (
     "put_failures",
     "rank_all_minus_one",
     "rank_without_tokens",
+    "refused_since_one_may_have_written",
     "refused_while_one_may_write",
     "second_hook_first",
     "submissions_pushed_back",
@@ -70,6 +72,11 @@ def test_same_seed_same_trace() -> None:
 def test_the_oracle_catches(mutant: str) -> None:
     result = _simulation.run_low_latency_seeds(0, MUTANTS[mutant], mutant=mutant, stop=True)
     assert result["failures"], f"{mutant} went unseen through {MUTANTS[mutant]} seeds"
+
+
+def test_the_oracle_catches_late_rows_that_are_forgotten() -> None:
+    for seed in LATE_ROWS:
+        assert _simulation.run_low_latency_seeds(seed, 1, mutant="late_rows_forgotten")["failures"], f"seed {seed}"
 
 
 def test_seeds_that_failed_once() -> None:
