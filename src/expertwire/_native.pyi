@@ -106,7 +106,7 @@ class Context:
     def __init__(self, rank: int, size: int, options: dict) -> None:
         """
         options (all optional): provider 'local' or libfabric's name, libraries list[str], source_address, domain,
-        signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, rendezvous,
+        signal_path ('auto', 'atomic', 'message'), delivery_complete ('auto', '1', '0'), trust_order, trust_immediates, rendezvous,
         ordering ('auto', 'gated', 'counted'), max_outstanding, lanes, requests_max, counters, timeout_ms, hard_timeout_ms, heartbeat_ms, silence_ms, sync_writes,
         liveness ('auto', 'heartbeat'), endpoints, bulk_chunk_bytes, bulk_window, bulk_hold_us, operations_max, regions_max, remote_regions_max, notifications_max,
         independent (peers are no job: each numbers the others as it likes).
