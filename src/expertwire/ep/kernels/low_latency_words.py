@@ -271,7 +271,6 @@ def await_words(state, phase, first, want, waits, R: tl.constexpr, RP: tl.conste
     good = 0
     while going == 1:
         seen = tl.atomic_add(place, 0, mask=needed | (lane == R), sem="acquire", scope="sys")
-        tl.debug_barrier()  # words.py, `await_all`, says why
         late = needed & (seen < want)
         spent = now() - begin
         cost = tl.where(needed & (seen >= want) & (cost < 0), spent, cost)

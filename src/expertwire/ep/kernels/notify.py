@@ -92,7 +92,6 @@ def begin(state, R: tl.constexpr, RP: tl.constexpr):
     yet nothing of either can be right, for they share `meta`: this rank gives up, so that all hear of it at once."""
     words = control_of(state)
     epoch = tl.atomic_add(words + EPOCH, 1, sem="acq_rel", scope="gpu") + 1
-    tl.debug_barrier()  # `await_all` says why
     finished = tl.load(words + FINISHED, cache_modifier=".cg")
     ticket = tl.load(words + TICKET, cache_modifier=".cg")
     aborted = tl.load(words + ABORT, cache_modifier=".cg")

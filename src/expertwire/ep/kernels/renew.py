@@ -36,7 +36,6 @@ def meet(state, number, first, deadline_ns, R: tl.constexpr, RP: tl.constexpr):
     going = 1
     while going == 1:
         seen = tl.atomic_add(control_of(state) + first + lane, 0, mask=lane < R, sem="acquire", scope="sys")
-        tl.debug_barrier()  # words.py says why
         late = tl.min(tl.where((seen < number) & (lane < R), lane, R))
         if late == R:
             going = 0

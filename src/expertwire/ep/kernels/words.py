@@ -125,7 +125,6 @@ def give_up(state, phase, peer, want, seen, epoch, R: tl.constexpr, RP: tl.const
     rank = rank_of(state)
     word = rank + 1 + (peer.to(tl.int64) + 1) * 65536 + (want * 0 + phase) * 4294967296
     old = tl.atomic_cas(control_of(state) + ABORT, want * 0, word, sem="acq_rel", scope="sys")
-    tl.debug_barrier()
     if old == 0:
         note = record_of(state)
         tl.store(note + F_RANK, rank)
@@ -164,10 +163,6 @@ def await_all(state, phase, first, want, R: tl.constexpr, RP: tl.constexpr):
     good = 0
     while going == 1:
         seen = tl.atomic_add(place, 0, mask=lane <= R, sem="acquire", scope="sys")
-        # What an atomic gives reaches all warps through shared memory, and nothing keeps a fast one from writing the next look's there
-        # while a slow one still reads (compute-sanitizer's racecheck, Triton 3.6). That one would leave a look early, and all later
-        # barriers be off by one: sums over warps were taken before they were there, and ranks told of "4 rows of 149".
-        tl.debug_barrier()
         behind = tl.sum(tl.where(lane < R, (seen < want).to(tl.int32), 0))
         aborted = tl.sum(tl.where(lane == R, seen, 0))
         if aborted != 0:
