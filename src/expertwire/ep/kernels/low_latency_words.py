@@ -219,8 +219,10 @@ def announce(
 ):
     """Everything is sent: headers and the news to every rank, and this call is begun. rows [RP]: how many went to each."""
     words = control_of(state)
-    if tl.load(words + EPOCH, cache_modifier=".cg") + 1 != epoch:
-        give_up(state, PHASE_TWO, rank_of(state), epoch, tl.load(words + EPOCH, cache_modifier=".cg"), epoch, R, RP)
+    begun = tl.load(words + EPOCH, cache_modifier=".cg")
+    tl.debug_barrier()  # every warp has loaded it: one that saw the store below would give up by itself, and wait at other barriers
+    if begun + 1 != epoch:
+        give_up(state, PHASE_TWO, rank_of(state), epoch, begun, epoch, R, RP)
     tl.store(words + EPOCH, epoch)
     me = rank_of(state)
     third = epoch % 3
