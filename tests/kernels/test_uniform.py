@@ -19,15 +19,20 @@ from triton.compiler import ASTSource
 from expertwire.ep.kernels import low_latency_words as low, notify, words
 
 @triton.jit
-def announcing(state, call, epoch, tokens_max, experts, handle):
-    low.announce(state, call, epoch, 1, tl.zeros([8], tl.int64), tokens_max, experts, handle, 8, 8, 64, 2, 0)
+def low_latency(state, call, epoch, waits, tokens_max, experts, handle):
+    if low.is_last(state):
+        low.announce(state, call, epoch, 1, tl.zeros([8], tl.int64), tokens_max, experts, handle, 8, 8, 64, 2, 0)
+        low.gate(state, epoch, 8, 8)
+        low.say_status(state, call, epoch, waits, tokens_max, experts)
+        low.consume(state, epoch, 8, 8)
 
 @triton.jit
-def saying(state, call, epoch, want, peer, got):
-    low.say_status(state, call, epoch, peer, want, got)
-    words.note_told(state, epoch)
+def high_throughput(state, call, epoch):
+    notify.begin(state, 8, 8)
+    notify.fail(state, epoch, epoch, epoch, epoch, epoch)
+    words.finish(state, 8, 8)
 
-for function in (announcing, saying):
+for function in (low_latency, high_throughput):
     source = ASTSource(function, dict.fromkeys(function.arg_names, "i64"), constexprs={})
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ttir"])
 """
@@ -43,6 +48,8 @@ def unordered(code: str) -> list[str]:
     for line in code.splitlines():
         if line.lstrip().startswith("}"):
             loaded[-2:] = [loaded[-2] | loaded[-1]]
+        if name := re.match(r"\s*(%\w+)", line):
+            loaded[-1].discard(name[1])  # a name is another value's in another branch
         if re.search(r"\bbarrier\b|atomic", line):
             loaded[-1].clear()
         elif found := LOAD.search(line):
@@ -61,5 +68,5 @@ def test_no_warp_loads_a_word_that_another_has_stored_since(tmp_path: Path) -> N
     environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
     assert run.returncode == 0, run.stderr
-    assert min(len(LOAD.findall(run.stdout)), len(STORE.findall(run.stdout))) >= 3, run.stdout
+    assert min(len(LOAD.findall(run.stdout)), len(STORE.findall(run.stdout))) >= 20, run.stdout
     assert unordered(run.stdout) == []
