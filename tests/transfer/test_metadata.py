@@ -165,7 +165,7 @@ def test_a_pickle_is_refused_unread() -> None:
         ),
         (
             b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + struct.pack("<IBQQQBHH", 1, 0, 1, 1, 0, 1, 257, 0) + b"#" + bytes(257),
-            "257 bytes",
+            "257 and 0 bytes, the limit is 256",
         ),
         (b"\1a" + struct.pack("<QB", 1, 1) + b"p\0\0\1" + bytes(5), "1 bytes too many"),
     ],
