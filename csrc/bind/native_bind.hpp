@@ -25,6 +25,7 @@ void bind_provider(nanobind::module_& module);     // native_provider.cpp
 void bind_exchange(nanobind::module_& module);     // native_exchange.cpp
 void bind_low_latency(nanobind::module_& module);  // native_low_latency.cpp
 void bind_liveness(nanobind::module_& module);     // native_liveness.cpp
+void bind_token(nanobind::module_& module);        // native_token.cpp
 
 namespace bind {
 

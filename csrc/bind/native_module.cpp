@@ -16,6 +16,7 @@ NB_MODULE(_native, module) {
     expertwire::bind_exchange(module);
     expertwire::bind_low_latency(module);
     expertwire::bind_liveness(module);
+    expertwire::bind_token(module);
     module.def(
         "memory_available",
         [] {

@@ -8,7 +8,6 @@ namespace expertwire::runtime {
 namespace {
 
 constexpr TimeNs retry_ns = 1'000'000'000;
-constexpr TimeNs pause_ns = 100'000'000;  // between two turns: what is longer was a pause of our own
 constexpr TimeNs beats_missed = 5;  // by who counts as silent; far below silence_ms, since nobody is blamed for it
 
 }  // namespace
@@ -68,8 +67,7 @@ void ContextState::begin_replacement(TimeNs now) {
 // cannot be told while work for it is on its way, which is so for a hard deadline at most, and for good where that has
 // passed. While no turns were taken here its answer could not be read.
 void ContextState::look_after_unmoved(TimeNs now) {
-    const TimeNs passed = now - std::min(now, replacement.looked_ns);
-    replacement.patience_ns += std::min(passed, pause_ns);
+    replacement.patience_ns += awake_ns(replacement.looked_ns, now);
     replacement.looked_ns = now;
     for (const UnmovedPeer& unmoved : provider->unmoved_peers()) {
         const std::uint32_t rank = unmoved.peer.value;

@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <algorithm>
+
 #include "runtime/clock.hpp"
 #include "runtime/futex.hpp"
 
@@ -10,6 +12,7 @@ namespace expertwire::runtime {
 namespace {
 enum Word : std::uint32_t { free_word = 0, held_word = 1, wanted_word = 2 };
 constexpr int spins = 64;
+constexpr TimeNs look_ns = pause_ns / 2;
 }  // namespace
 
 bool Token::try_take() {
@@ -25,10 +28,15 @@ bool Token::take_until(TimeNs deadline_ns) {
         if (!held() && try_take()) return true;
     }
     // Taking it as `wanted` may cost the next give() a needless wake-up, and never loses one.
+    TimeNs looked = now_ns();
+    TimeNs patience = deadline_ns - std::min(deadline_ns, looked);
     while (word_.exchange(wanted_word, std::memory_order_acquire) != free_word) {
+        if (patience == 0) return false;
+        futex_wait(word_, wanted_word, std::min(patience, look_ns));
+        // While this process stood still its holder could not give it back.
         const TimeNs now = now_ns();
-        if (now >= deadline_ns) return false;
-        futex_wait(word_, wanted_word, deadline_ns - now);
+        patience -= std::min(patience, awake_ns(looked, now));
+        looked = now;
     }
     return true;
 }

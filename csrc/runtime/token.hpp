@@ -15,8 +15,9 @@ class Token {
     Token& operator=(const Token&) = delete;
 
     bool try_take();  // one compare-and-swap, never blocks
-    bool take_until(
-        TimeNs deadline_ns);  // spins briefly, then sleeps until given back or the deadline (monotonic clock)
+    // Spins briefly, then sleeps until given back or the deadline (monotonic clock), which a pause of this process
+    // moves.
+    bool take_until(TimeNs deadline_ns);
     void give();
     bool wanted() const { return word_.load(std::memory_order_relaxed) == 2; }  // somebody sleeps for it
     bool held() const { return word_.load(std::memory_order_relaxed) != 0; }

@@ -678,6 +678,19 @@ class LivenessProbe:
 
     def undecided(self, rank: int, since_ms: int) -> bool: ...
 
+class TokenProbe:
+    """A progress token that no endpoint has; for tests."""
+
+    def __init__(self) -> None: ...
+
+    def take_within(self, timeout_ms: int) -> bool:
+        """Whether it was taken by then."""
+
+    def wanted(self) -> bool:
+        """Whether somebody sleeps for it."""
+
+    def give(self) -> None: ...
+
 def memory_available() -> tuple[int, str]:
     """
     (bytes, where that is written): how much memory this process may still take. Allocating a region beyond it does not fail, the kernel kills somebody.
