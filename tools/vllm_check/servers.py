@@ -22,7 +22,7 @@ from vllm_check.asking import ask, get, metric
 READY_S = float(os.environ.get("VLLM_CHECK_READY_S", "900"))
 SEQUENCES = 64
 BATCHED_TOKENS = 8192  # so that no prompt is computed in parts: vLLM 0.32 on CPU ends at one whose request has a seed
-LEASE_S = 30  # vLLM's default
+LEASE_S = 120  # four times vLLM's default: five servers and a crowd on two cores, and D may come for its blocks after half a minute
 PR_SET_PDEATHSIG = 1
 SERVER_ENV = {
     "HF_HUB_OFFLINE": "1",
