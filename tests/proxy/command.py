@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,19 @@ class Command:
         self.lines: list[dict[str, Any]] = []
 
     @classmethod
-    async def start(cls, fleet: Fleet, *words: str, before: tuple[str, ...] = ()) -> Command:
-        """`before`: words before the command itself."""
+    @contextlib.asynccontextmanager
+    async def running(cls, fleet: Fleet, *words: str, before: tuple[str, ...] = ()) -> AsyncIterator[Command]:
+        """One that is killed at the end if it still runs. `before`: words before the command itself."""
         servers = ["--prefill", *(server.url for server in fleet.prefill), "--decode", *(server.url for server in fleet.decode)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [*before, sys.executable, "-m", "expertwire.cli", "proxy", *servers, "--port", "0", *words]
-        return cls(await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment))
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
+        try:
+            yield cls(process)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
     async def until(self, event: str, count: int = 1) -> dict[str, Any]:
         """The count-th line of that event."""

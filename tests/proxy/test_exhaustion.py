@@ -40,66 +40,56 @@ def sleeps(pid: int) -> bool:
 
 def test_clients_for_whom_there_is_no_descriptor_are_told_so_and_nothing_spins() -> None:
     async def body() -> None:
-        async with Fleet(1, 1) as fleet:
-            command = await Command.start(fleet, before=AT_MOST)
-            try:
-                port = (await command.until("listening"))["port"]
-                clients = [await Client.open(port) for _ in range(FILES + 20)]
-                # Those that came first are served as ever, over connections to servers for which descriptors are left.
-                for client in clients[:20]:
-                    await client.send(request("POST", PATH, PROMPT))
-                    assert (await client.reply()).status == 200
-                refused = [client for client in clients if client.reader._buffer]  # type: ignore[attr-defined]
-                assert FILES // 4 < len(refused) < FILES
-                for client in refused:
-                    assert said_by_us(await client.reply(), f"{FILES} open files")
-                    assert await client.closed()
-                async with asyncio.timeout(10):
-                    while not sleeps(command.process.pid):
-                        await asyncio.sleep(0.001)
-                assert 0 < (await command.until("exhausted"))["refused"]["descriptors"] <= len(refused)
-                for client in clients:
-                    client.leave()
-                async with asyncio.timeout(10):
-                    while (found := await ask(port, "/metrics")).status != 200:
-                        await asyncio.sleep(0.01)
-                assert counted(found.body, 'expertwire_proxy_exhausted_total{what="descriptors"}') >= len(refused)
-                assert await command.end(signal.SIGTERM) == Exit.OK
-            finally:
-                if command.process.returncode is None:
-                    command.process.kill()
+        async with Fleet(1, 1) as fleet, Command.running(fleet, before=AT_MOST) as command:
+            port = (await command.until("listening"))["port"]
+            clients = [await Client.open(port) for _ in range(FILES + 20)]
+            # Those that came first are served as ever, over connections to servers for which descriptors are left.
+            for client in clients[:20]:
+                await client.send(request("POST", PATH, PROMPT))
+                assert (await client.reply()).status == 200
+            refused = [client for client in clients if client.reader._buffer]  # type: ignore[attr-defined]
+            assert FILES // 4 < len(refused) < FILES
+            for client in refused:
+                assert said_by_us(await client.reply(), f"{FILES} open files")
+                assert await client.closed()
+            async with asyncio.timeout(10):
+                while not sleeps(command.process.pid):
+                    await asyncio.sleep(0.001)
+            assert 0 < (await command.until("exhausted"))["refused"]["descriptors"] <= len(refused)
+            for client in clients:
+                client.leave()
+            async with asyncio.timeout(10):
+                while (found := await ask(port, "/metrics")).status != 200:
+                    await asyncio.sleep(0.01)
+            assert counted(found.body, 'expertwire_proxy_exhausted_total{what="descriptors"}') >= len(refused)
+            assert await command.end(signal.SIGTERM) == Exit.OK
 
     run(body())
 
 
 def test_a_server_is_not_blamed_where_we_have_no_descriptor_for_it() -> None:
     async def body() -> None:
-        async with Fleet(1, 1, Options(queue_s=0.2)) as fleet:
-            command = await Command.start(fleet, before=AT_MOST)
-            try:
-                port = (await command.until("listening"))["port"]
-                clients = [await Client.open(port) for _ in range(FILES // 2)]
-                for client in clients:
-                    await client.send(request("POST", PATH, PROMPT))
-                replies = [await client.reply() for client in clients]
-                refused = [reply for reply in replies if reply.status != 200]
-                assert 0 < len(refused) < len(clients), "connections that P's legs had left open are closed for those of D's"
-                for reply in refused:
-                    assert said_by_us(reply, f"{FILES} open files"), reply
-                for client in clients[:3]:
-                    await client.send(request("POST", PATH, STREAM))
-                    assert (await client.reply()).done
-                await clients[0].send(request("GET", "/metrics"))
-                text = (await clients[0].reply()).body
-                assert counted(text, "expertwire_proxy_breaker_trips_total{") == 0
-                assert counted(text, "expertwire_proxy_server_up{") == 2
-                assert counted(text, "expertwire_proxy_retries_total{") == 0
-                for client in clients:
-                    client.leave()
-                assert await command.end(signal.SIGTERM) == Exit.OK
-            finally:
-                if command.process.returncode is None:
-                    command.process.kill()
+        async with Fleet(1, 1, Options(queue_s=0.2)) as fleet, Command.running(fleet, before=AT_MOST) as command:
+            port = (await command.until("listening"))["port"]
+            clients = [await Client.open(port) for _ in range(FILES // 2)]
+            for client in clients:
+                await client.send(request("POST", PATH, PROMPT))
+            replies = [await client.reply() for client in clients]
+            refused = [reply for reply in replies if reply.status != 200]
+            assert 0 < len(refused) < len(clients), "connections that P's legs had left open are closed for those of D's"
+            for reply in refused:
+                assert said_by_us(reply, f"{FILES} open files"), reply
+            for client in clients[:3]:
+                await client.send(request("POST", PATH, STREAM))
+                assert (await client.reply()).done
+            await clients[0].send(request("GET", "/metrics"))
+            text = (await clients[0].reply()).body
+            assert counted(text, "expertwire_proxy_breaker_trips_total{") == 0
+            assert counted(text, "expertwire_proxy_server_up{") == 2
+            assert counted(text, "expertwire_proxy_retries_total{") == 0
+            for client in clients:
+                client.leave()
+            assert await command.end(signal.SIGTERM) == Exit.OK
 
     run(body())
 
@@ -252,27 +242,22 @@ def test_memory_of_large_bodies_is_given_back() -> None:
     size, at_once = 500_000, 96
 
     async def body() -> None:
-        async with Fleet(1, 1, Options(queue_s=0.05, keepalive_s=300.0)) as fleet:
-            command = await Command.start(fleet)
-            try:
-                port = (await command.until("listening"))["port"]
-                assert (await ask(port, PATH, PROMPT)).status == 200
-                before = resident_bytes(command.process.pid)
-                data, kept = request("POST", PATH, prompt(size)), []
-                for _ in range(2):
-                    clients = [await Client.open(port) for _ in range(at_once)]
-                    await asyncio.gather(*(client.send(data) for client in clients))
-                    for client in clients:
-                        assert (await client.reply()).status == 200
-                    kept += clients
-                async with asyncio.timeout(10):
-                    while resident_bytes(command.process.pid) > before + at_once * size // 2:
-                        await asyncio.sleep(0.02)
-                for client in kept:
-                    client.leave()
-                assert await command.end(signal.SIGTERM) == Exit.OK
-            finally:
-                if command.process.returncode is None:
-                    command.process.kill()
+        async with Fleet(1, 1, Options(queue_s=0.05, keepalive_s=300.0)) as fleet, Command.running(fleet) as command:
+            port = (await command.until("listening"))["port"]
+            assert (await ask(port, PATH, PROMPT)).status == 200
+            before = resident_bytes(command.process.pid)
+            data, kept = request("POST", PATH, prompt(size)), []
+            for _ in range(2):
+                clients = [await Client.open(port) for _ in range(at_once)]
+                await asyncio.gather(*(client.send(data) for client in clients))
+                for client in clients:
+                    assert (await client.reply()).status == 200
+                kept += clients
+            async with asyncio.timeout(10):
+                while resident_bytes(command.process.pid) > before + at_once * size // 2:
+                    await asyncio.sleep(0.02)
+            for client in kept:
+                client.leave()
+            assert await command.end(signal.SIGTERM) == Exit.OK
 
     run(body())

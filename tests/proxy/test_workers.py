@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ PATH = "/v1/completions"
 def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
     async def body() -> None:
         async with Fleet(1, 2) as fleet:
-            command = await Command.start(fleet, "--workers", "2", "--admin-port", "0", "--json", str(tmp_path / "a.json"))
-            try:
+            async with Command.running(fleet, "--workers", "2", "--admin-port", "0", "--json", str(tmp_path / "a.json")) as command:
                 port = (await command.until("listening"))["port"]
                 for _ in range(12):
                     assert (await ask(port, PATH, PROMPT)).status == 200
@@ -44,9 +44,6 @@ def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
                 assert await command.end(signal.SIGINT) == Exit.OK
                 assert await client.closed()
                 client.leave()
-            finally:
-                if command.process.returncode is None:
-                    command.process.kill()
             assert await fleet.settle(sockets=True) == {}
         rows = json.loads((tmp_path / "a.json").read_text())["rows"]
         assert {(row["name"], row.get("outcome"), row["value"]) for row in rows} == {("requests", "done", 13), ("shutdown", None, 1)}
@@ -60,8 +57,7 @@ def test_servers_are_added_and_removed_everywhere_and_a_dead_worker_is_replaced(
     async def body() -> None:
         async with Fleet(1, 2) as fleet, Fleet(0, 1) as more:
             more.decode[0].world = fleet.world
-            command = await Command.start(fleet, "--workers", "2", "--admin-port", str(await free_port()))
-            try:
+            async with Command.running(fleet, "--workers", "2", "--admin-port", str(await free_port())) as command:
                 port = (await command.until("listening"))["port"]
                 admin = (await command.until("admin_listening"))["port"]
                 listed = (await ask(admin, "/servers")).json["servers"]
@@ -97,9 +93,6 @@ def test_servers_are_added_and_removed_everywhere_and_a_dead_worker_is_replaced(
                     assert (await ask(port, PATH, PROMPT)).status == 200
                 assert [server.counts["requests"] for server in fleet.decode] == before
                 assert await command.end(signal.SIGTERM) == Exit.OK
-            finally:
-                if command.process.returncode is None:
-                    command.process.kill()
 
     run(body())
 
@@ -134,23 +127,18 @@ def test_a_worker_that_hangs_is_replaced_and_the_others_numbers_are_told(monkeyp
 
 def test_one_worker_ends_in_order_and_a_second_signal_ends_it_at_once() -> None:
     async def body() -> None:
-        async with Fleet(1, 1) as fleet:
-            command = await Command.start(fleet, "--log-level", "debug")
-            try:
-                port = (await command.until("listening"))["port"]
-                client = await Client.open(port)
-                fleet.decode[0].script.add(hanging())
-                await client.send(request("POST", PATH, PROMPT))
-                while not fleet.decode[0].counts["in_flight"]:
-                    await asyncio.sleep(0.005)
-                command.process.send_signal(signal.SIGTERM)
-                await command.until("stopping")
-                assert await command.end(signal.SIGTERM) == Exit.FAILED
-                assert (await client.reply()).fault
-                client.leave()
-            finally:
-                if command.process.returncode is None:
-                    command.process.kill()
+        async with Fleet(1, 1) as fleet, Command.running(fleet, "--log-level", "debug") as command:
+            port = (await command.until("listening"))["port"]
+            client = await Client.open(port)
+            fleet.decode[0].script.add(hanging())
+            await client.send(request("POST", PATH, PROMPT))
+            while not fleet.decode[0].counts["in_flight"]:
+                await asyncio.sleep(0.005)
+            command.process.send_signal(signal.SIGTERM)
+            await command.until("stopping")
+            assert await command.end(signal.SIGTERM) == Exit.FAILED
+            assert (await client.reply()).fault
+            client.leave()
 
     run(body())
 
@@ -162,39 +150,46 @@ def test_workers_whose_parent_is_killed_finish_what_was_begun_and_end(tmp_path: 
 
     async def body() -> None:
         async with Fleet(1, 1, Options(token_s=0.02)) as fleet:
-            command, workers_of = await Command.start(fleet, "--workers", "2", "--config", str(settings)), list[int]()
-            try:
-                port = (await command.until("listening"))["port"]
-                workers_of += children(command.process.pid)
-                clients = [await Client.open(port) for _ in range(12)]
-                for client in clients:
-                    await client.send(request("POST", PATH, STREAM | {"max_tokens": 40}))
-                begun = [await client.reply(until_events=2) for client in clients]
-                stuck = await Client.open(port)
-                await stuck.send(request("POST", PATH, STREAM | {"max_tokens": 2000}))
-                endless = await stuck.reply(until_events=2)
-                command.process.kill()
-                for client, reply in zip(clients, begun, strict=True):
-                    assert (await client.reply(reply)).done
-                    assert await client.closed()
-                    client.leave()
-                endless = await stuck.reply(endless)
-                assert endless.fault
-                assert not endless.done
-                stuck.leave()
-                async with asyncio.timeout(LIMIT_S):
-                    while any(alive(pid) for pid in workers_of):
-                        await asyncio.sleep(0.02)
-                with pytest.raises(ConnectionRefusedError):
-                    await Client.open(port)
-                assert await fleet.settle(sockets=True) == {}
-            finally:
-                for pid in (command.process.pid, *workers_of):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                await command.process.wait()
+            workers_of: list[int] = []
+            async with Command.running(fleet, "--workers", "2", "--config", str(settings)) as command:
+                with killed_at_the_end(workers_of):
+                    port = (await command.until("listening"))["port"]
+                    workers_of += children(command.process.pid)
+                    clients = [await Client.open(port) for _ in range(12)]
+                    for client in clients:
+                        await client.send(request("POST", PATH, STREAM | {"max_tokens": 40}))
+                    begun = [await client.reply(until_events=2) for client in clients]
+                    stuck = await Client.open(port)
+                    await stuck.send(request("POST", PATH, STREAM | {"max_tokens": 2000}))
+                    endless = await stuck.reply(until_events=2)
+                    command.process.kill()
+                    for client, reply in zip(clients, begun, strict=True):
+                        assert (await client.reply(reply)).done
+                        assert await client.closed()
+                        client.leave()
+                    endless = await stuck.reply(endless)
+                    assert endless.fault
+                    assert not endless.done
+                    stuck.leave()
+                    async with asyncio.timeout(LIMIT_S):
+                        while any(alive(pid) for pid in workers_of):
+                            await asyncio.sleep(0.02)
+                    with pytest.raises(ConnectionRefusedError):
+                        await Client.open(port)
+                    assert await fleet.settle(sockets=True) == {}
 
     run(body())
+
+
+@contextlib.contextmanager
+def killed_at_the_end(pids: list[int]) -> Iterator[None]:
+    """What the list holds by then."""
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def hanging() -> Any:
