@@ -15,6 +15,7 @@
 #include "engine/engine.hpp"
 #include "engine/mutants.hpp"
 #include "engine/pump.hpp"
+#include "provider/kernel_copies.hpp"
 #include "provider/simulated_engine.hpp"
 
 namespace nb = nanobind;
@@ -180,11 +181,11 @@ class EngineProbe {
         }
     }
 
-    // Chunks: a list of lanes, one write (or read) each; those of a bulk lane are neighbours. Controls: a list of
-    // (lane, scope).
+    // Chunks: a list of lanes, one write (or read) each; those of a bulk lane are neighbours, the first of `lead` bytes
+    // where that is not 0. Controls: a list of (lane, scope).
     std::pair<std::string, std::uint64_t> submit(std::uint32_t peer, const std::vector<std::uint32_t>& chunk_lanes,
                                                  const std::vector<std::pair<std::uint32_t, std::uint32_t>>& controls,
-                                                 bool reads) {
+                                                 bool reads, std::uint64_t lead) {
         std::vector<ChunkSpec> chunks;
         std::uint64_t at = 0;
         for (const std::uint32_t lane : chunk_lanes) {
@@ -193,7 +194,7 @@ class EngineProbe {
             spec.queue_pair = QueuePairId{peer * lanes_ + lane};
             spec.local = RegionId{0};
             spec.remote = RemoteRegionId{0};
-            spec.bytes = lane > 0 ? 65'536 : 64;
+            spec.bytes = lane == 0 ? 64 : at == 0 && lead > 0 ? lead : 65'536;
             spec.local_offset = spec.remote_offset = lane > 0 ? at : 0;
             at += lane > 0 ? spec.bytes : 0;
             chunks.push_back(spec);
@@ -365,7 +366,7 @@ void bind_probe(nb::module_& module) {
              "hard_timeout_ns"_a = 1'000'000, "queued_max"_a = 64, "bulk_window"_a = 0, "bulk_hold_ns"_a = 0,
              "bulk_chunk_bytes"_a = 0, "bulk_post_bytes"_a = 0)
         .def("submit", &EngineProbe::submit, "peer"_a, "chunk_lanes"_a,
-             "controls"_a = std::vector<std::pair<std::uint32_t, std::uint32_t>>{}, "reads"_a = false)
+             "controls"_a = std::vector<std::pair<std::uint32_t, std::uint32_t>>{}, "reads"_a = false, "lead"_a = 0)
         .def("post", &EngineProbe::post, "most"_a = 64, "outcomes"_a = std::vector<std::string>{})
         .def("posted_bytes", &EngineProbe::posted_bytes)
         .def("complete", &EngineProbe::complete, "ticket"_a, "status"_a = "ok", "delivered"_a = true)
@@ -396,6 +397,7 @@ void bind_probe(nb::module_& module) {
 }  // namespace
 
 void bind_engine_simulation(nb::module_& module) {
+    module.def("lead_at", &lead_at, "address"_a);
     module.def("run_engine", &run_engine, "seeds"_a, "ranks"_a = 0, "requests_per_rank"_a = 0, "check_engine"_a = true,
                "faults"_a.none() = nb::none(), "stop_at_failure"_a = false, "trace_lines"_a = 0, "squeeze"_a = false,
                "counted"_a = false,

@@ -63,7 +63,9 @@ bool Engine::has_room(const QueuePair& lane, const Operation& operation, TimeNs 
     if (lane.counted >= window_ || counted_ >= limits_.outstanding_max || slots_.available() == 0) return false;
     if (lane.bulk_window == 0 || lane.weight == 0 || operation.line == LineKind::control) return true;
     const std::uint64_t chunks = bulk_hold_.wary(now) ? 1 : lane.bulk_window;
-    return lane.weight + weight(operation) <= chunks * std::max<std::uint64_t>(limits_.bulk_chunk_bytes, 1);
+    const std::uint64_t chunk_bytes = std::max<std::uint64_t>(limits_.bulk_chunk_bytes, 1);
+    // A lead (Provider::lead_bytes) stands beside a full window: a sixteenth, or of what is read twice that.
+    return lane.weight + weight(operation) <= chunks * chunk_bytes + chunk_bytes / 8;
 }
 
 void Engine::give_slot(std::uint32_t index) {
@@ -127,6 +129,7 @@ bool Engine::joins(const QueuePair& lane, const Operation& last, const Operation
 void Engine::join_neighbours(QueuePair& lane, std::uint32_t index, PostCommand& out, TimeNs now) {
     if (limits_.bulk_post_bytes == 0 || !bulk_hold_.alone(now) || policy_.ordering != OrderingClass::delivery_gated)
         return;
+    if (out.bytes <= limits_.bulk_chunk_bytes / pieces_a_chunk) return;  // a lead is there to stand by itself
     Line& data = lane.line(LineKind::data);
     std::uint32_t last = index;
     while (data.cursor != no_index && joins(lane, operations_[last], operations_[data.cursor], out.bytes) &&

@@ -1,6 +1,7 @@
 // Posts: checked here, since a bad key or range at the target may be reported late, badly or not at all.
 #include <algorithm>
 
+#include "provider/kernel_copies.hpp"
 #include "provider/libfabric_provider.hpp"
 
 namespace expertwire::fabric {
@@ -109,6 +110,19 @@ PostResult LibfabricProvider::posted(ssize_t outcome, const PostCommand& command
     ++counters_.failed;
     const int code = static_cast<int>(-outcome);
     return {PostOutcome::failed, status_of_error(code), code};
+}
+
+// By where its sender has it. Where keys name no addresses, regions are taken to begin a page.
+std::uint64_t LibfabricProvider::lead_bytes(OpKind kind, RegionId local, std::uint64_t local_offset,
+                                            RemoteRegionId remote, std::uint64_t remote_offset) const {
+    if (!leads_ || !objects_) return 0;
+    if (kind == OpKind::read) {
+        const RemoteRegion* const known = remote_of(remote);
+        return known == nullptr ? 0 : lead_at(known->key.base + remote_offset);
+    }
+    const auto& regions = objects_->regions;
+    if (local.value >= regions.size() || !regions[local.value]) return 0;
+    return lead_at(reinterpret_cast<std::uintptr_t>(regions[local.value]->spec.address) + local_offset);
 }
 
 ssize_t LibfabricProvider::post_rma(const PostCommand& command, OperationContext& context) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "provider/capabilities_table.hpp"
+#include "provider/kernel_copies.hpp"
 
 namespace expertwire::fabric {
 namespace {
@@ -32,6 +33,7 @@ LibfabricProvider::LibfabricProvider(std::shared_ptr<const LibfabricLibrary> lib
       owner_(getpid()),
       objects_(std::make_unique<Objects>()) {
     capabilities_ = describe(*info_, options_);
+    leads_ = core_of(capabilities_.provider) == "tcp" && copies_slowly_when_ahead();
 }
 
 LibfabricProvider::~LibfabricProvider() {

@@ -158,6 +158,8 @@ class LibfabricProvider final : public Provider {
     void greet_peers() override;
     ControlResult close_endpoints(EndpointId old_first) override;
 
+    std::uint64_t lead_bytes(OpKind kind, RegionId local, std::uint64_t local_offset, RemoteRegionId remote,
+                             std::uint64_t remote_offset) const override;
     PostResult post(const PostCommand& command) override;
     std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) override;
     int wait_fd() const override { return wait_fd_; }
@@ -326,6 +328,7 @@ class LibfabricProvider final : public Provider {
     std::unordered_set<std::uint64_t> removed_instances_;
     std::vector<RemoteRegion> remotes_;  // by row of RemoteRegionId
     std::unique_ptr<Counting> counted_;  // class C
+    bool leads_ = false;                 // what is sent is copied by the kernel, and slowly from where a page begins
 
     // Our own replacement.
     struct Unmoved {

@@ -85,6 +85,11 @@ class Provider {
     // Data plane.
     // Class C: the peer counts what comes from here. False: not yet, or not now; it may have to be asked, so ask again.
     virtual bool counts(PeerId) { return false; }
+    // So many bytes of a long write or read are better posted by themselves, before the rest of it; 0: none.
+    virtual std::uint64_t lead_bytes(OpKind, RegionId /*local*/, std::uint64_t /*local_offset*/,
+                                     RemoteRegionId /*remote*/, std::uint64_t /*remote_offset*/) const {
+        return 0;
+    }
     virtual PostResult post(const PostCommand& command) = 0;
     virtual std::size_t poll(std::span<Completion> completions, std::vector<Arrival>& arrivals) = 0;
 

@@ -13,6 +13,7 @@ namespace expertwire::runtime {
 namespace {
 
 constexpr std::size_t reaped_per_turn = 64;
+constexpr std::size_t leads_max = 256;  // in one request
 constexpr TimeNs word_retry_ns = 1'000'000;
 // A caller that asks for a request copies for so long, unless somebody wants the token: each time that it goes back to
 // its interpreter between two pieces both find the caches taken by the other.
@@ -158,29 +159,40 @@ bool ContextState::is_bulk(std::uint32_t rank, QueuePairId queue_pair) const {
     return false;
 }
 
+// False: all of them are small enough as they are.
+bool ContextState::cut(std::uint32_t rank, std::span<const ChunkSpec> chunks, TimeNs now,
+                       std::vector<ChunkSpec>& pieces) const {
+    const std::uint64_t most = std::max<std::uint64_t>(capabilities.message_bytes_max, 1);
+    const std::uint64_t bulk_most = std::min(most, options.bulk_chunk_bytes / (engine->bulk_wary(now) ? 2 : 1));
+    const auto limit_of = [&](const ChunkSpec& chunk) { return is_bulk(rank, chunk.queue_pair) ? bulk_most : most; };
+    if (std::none_of(chunks.begin(), chunks.end(),
+                     [&](const ChunkSpec& chunk) { return chunk.bytes > limit_of(chunk); }))
+        return false;
+    // One more each where there is room: with the tables made for chunks of half the size they are not made for both.
+    const bool leads = chunks.size() <= leads_max;
+    for (ChunkSpec chunk : chunks) {
+        const std::uint64_t limit = limit_of(chunk);
+        std::uint64_t left = chunk.bytes, next = limit;
+        if (leads && left > limit && is_bulk(rank, chunk.queue_pair)) {
+            const std::uint64_t lead =
+                provider->lead_bytes(chunk.kind, chunk.local, chunk.local_offset, chunk.remote, chunk.remote_offset);
+            if (lead > 0) next = std::min(lead, limit);
+        }
+        for (; left > 0; next = limit) {
+            chunk.bytes = std::min(left, next);
+            pieces.push_back(chunk);
+            chunk.local_offset += chunk.bytes;
+            chunk.remote_offset += chunk.bytes;
+            left -= chunk.bytes;
+        }
+    }
+    return true;
+}
+
 Engine::Submitted ContextState::submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
                                        std::span<const ControlSpec> controls, Level level, TimeNs now) {
-    const std::uint64_t most = std::max<std::uint64_t>(capabilities.message_bytes_max, 1);
-    const std::uint64_t bulk_bytes = options.bulk_chunk_bytes / (engine->bulk_wary(now) ? 2 : 1);
-    const auto limit_of = [&](const ChunkSpec& chunk) {
-        return is_bulk(rank, chunk.queue_pair) ? std::min(most, bulk_bytes) : most;
-    };
     std::vector<ChunkSpec> pieces;
-    if (std::any_of(chunks.begin(), chunks.end(),
-                    [&](const ChunkSpec& chunk) { return chunk.bytes > limit_of(chunk); })) {
-        for (ChunkSpec chunk : chunks) {
-            std::uint64_t left = chunk.bytes;
-            const std::uint64_t limit = limit_of(chunk);
-            while (left > 0) {
-                chunk.bytes = std::min(left, limit);
-                pieces.push_back(chunk);
-                chunk.local_offset += chunk.bytes;
-                chunk.remote_offset += chunk.bytes;
-                left -= chunk.bytes;
-            }
-        }
-        chunks = pieces;
-    }
+    if (cut(rank, chunks, now, pieces)) chunks = pieces;
     // A payload must stay where it is until its request is terminal: the record keeps it.
     std::uint64_t payload_bytes = 0;
     for (const ControlSpec& control : controls) payload_bytes += control.payload ? control.bytes : 0;

@@ -173,6 +173,7 @@ struct ContextState {
     // ---- under the token (context_progress.cpp)
     bool turn(TimeNs budget_ns, Ticket until = {});  // ends early where `until` has ended
     void post_now(TimeNs now);                       // what may be posted, without a look at what has arrived
+    bool cut(std::uint32_t rank, std::span<const ChunkSpec> chunks, TimeNs now, std::vector<ChunkSpec>& pieces) const;
     Engine::Submitted submit(std::uint32_t rank, std::span<const ChunkSpec> chunks,
                              std::span<const ControlSpec> controls, Level level, TimeNs now);
     Engine::Submitted submit_user(std::uint32_t rank, std::span<const ChunkSpec> chunks,

@@ -9,6 +9,8 @@ import numpy
 from numpy.typing import NDArray
 
 
+def lead_at(address: int) -> int: ...
+
 def run_engine(seeds: Sequence[int], ranks: int = 0, requests_per_rank: int = 0, check_engine: bool = True, faults: object | None = None, stop_at_failure: bool = False, trace_lines: int = 0, squeeze: bool = False, counted: bool = False) -> list:
     """
     Run the engine's simulation once per seed, with the GIL released. One dict per run; `failure` is empty where everything held. 0 lets the seed decide. `faults`: probabilities instead of the seed's choice. `trace`: the last `trace_lines` events in words. `squeeze`: back-pressure from everywhere at once. `counted`: ordering class C; `counting`: immediates, signals added, those that had to wait, aborted ones, strays, dropped messages.
@@ -38,7 +40,7 @@ class EngineProbe:
 
     def __init__(self, outstanding_max: int = 8, peers: int = 2, lanes: int = 2, ordered: bool = False, hard_timeout_ns: int = 1000000, queued_max: int = 64, bulk_window: int = 0, bulk_hold_ns: int = 0, bulk_chunk_bytes: int = 0, bulk_post_bytes: int = 0) -> None: ...
 
-    def submit(self, peer: int, chunk_lanes: Sequence[int], controls: Sequence[tuple[int, int]] = [], reads: bool = False) -> tuple[str, int]: ...
+    def submit(self, peer: int, chunk_lanes: Sequence[int], controls: Sequence[tuple[int, int]] = [], reads: bool = False, lead: int = 0) -> tuple[str, int]: ...
 
     def post(self, most: int = 64, outcomes: Sequence[str] = []) -> list[tuple[int, str]]: ...
 

@@ -188,6 +188,27 @@ def test_reads_have_half_the_window() -> None:
     assert engine.posted_bytes() == [4 * CHUNK]
 
 
+def test_a_lead_stands_by_itself_beside_a_full_window() -> None:
+    for reads, posts in ((False, [4 * CHUNK, 4 * CHUNK]), (True, [4 * CHUNK])):
+        engine = joining_probe()
+        _, bulk = engine.submit(0, [BULK] * 12, reads=reads, lead=2048)
+        posted = engine.post()
+        assert engine.posted_bytes() == [2048, *posts]
+        finish(engine, posted)
+        while engine.status(bulk) == "pending":
+            finish(engine, engine.post())
+        assert engine.invariants() == ""
+
+
+def test_what_begins_a_page_is_led_to_the_middle_of_one() -> None:
+    for address in range(3 * 4096):
+        lead = simulation().lead_at(address)
+        ahead = [(header + drift - address - lead) % 4096 for header in (16, 40) for drift in range(0, 100, 8)]
+        assert not any(1 <= far <= 47 for far in ahead), f"at {address} the kernel copies at a tenth of its rate"
+        assert lead == 0 or (lead <= 2112 and (address + lead) % 4096 == 2048)
+    assert simulation().lead_at(1000) == 0
+
+
 def test_requests_are_not_joined_with_each_other_nor_in_class_a() -> None:
     engine = joining_probe()
     engine.submit(0, [BULK] * 2)
