@@ -400,7 +400,7 @@ def until_refused(here: Here, name: str, base: int) -> str:
 
 def deregister_now(here: Here) -> str:
     try:
-        here.agent.deregister(here.kept["memory"], timeout_ms=0)
+        here.agent.deregister(here.kept["memory"], timeout_ms=50)
     except ExpertwireError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

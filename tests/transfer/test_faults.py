@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from expertwire.errors import CapacityError
+from expertwire.fabric import Endpoint
 from expertwire.fabric.config import Settings
 from expertwire.transfer import Agent
 from expertwire.transfer.requests import NOTIFICATION
@@ -104,7 +105,8 @@ def test_done_means_delivered_and_who_is_on_its_way_owns_its_memory() -> None:
             assert a.call(bodies.bulk_call, "wait").startswith("DeadlineError: the WRITE of 1 descriptors")
             assert a.call(bodies.bulk_is) == ("active", True), "stalled is a flag, not a state"
             assert a.call(bodies.bulk_call, "release").startswith("ActiveError: ")
-            assert a.call(bodies.deregister_now).startswith("StateError: ")
+            refused = a.call(bodies.deregister_now)
+            assert re.match(r"StateError: .* \(it was asked for again and again for 50 ms\)$", refused)
             assert a.call(bodies.one_write, "c", bases["c"]) == "done"
         finally:
             os.kill(group["b"].pid, signal.SIGCONT)
@@ -229,6 +231,26 @@ def test_who_parts_and_comes_again_at_once_is_not_let_go_for_its_parting(provide
                 assert time.monotonic() < until, "its words are nobody's"
             assert found == {"a": [b"%d" % turn]}
             a.remove_remote("b")
+
+
+@pytest.mark.parametrize("provider", list(BOTH))
+def test_who_closes_lets_go_first_whoever_has_parted(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the host they do not hear its farewell, for which a second was waited in every such close."""
+    known: list[bool] = []
+
+    def close(endpoint: Endpoint, timeout_ms: int = 2000) -> None:
+        known.append(any(endpoint in peer.reached for peer in b._connections.peers.all()))
+        endpoint.native.close(timeout_ms)
+
+    with Agent("a", BOTH[provider]) as a:
+        b = Agent("b", BOTH[provider])
+        a.add_remote(b.card())
+        with b._lock:  # so that its door does not look first
+            a.remove_remote("b")
+        monkeypatch.setattr(Endpoint, "close", close)
+        b.close()
+        assert known == [False]
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("provider", list(BOTH))

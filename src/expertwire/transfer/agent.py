@@ -164,9 +164,9 @@ class Agent:
                     with self._lock:
                         self._registry.give_up(key, min(limit_ms, _SLICE_MS))
                     break
-                except StateError:
+                except StateError as error:
                     if time.monotonic() >= until:
-                        raise
+                        raise StateError(f"{error} (it was asked for again and again for {limit_ms} ms)") from None
                 self._connections.look_around()  # one that has ended, or left, does not say that it is through with it
 
     def registered(self, memory: Any, kind: str | None = None) -> list[bool]:
@@ -333,6 +333,8 @@ class Agent:
             return
         self._keeper.close()
         until = time.monotonic() + timeout_ms / 1000
+        if timeout_ms > 0:
+            self._connections.part(timeout_ms)
         for endpoint in self._endpoints:
             endpoint.close(max(0, int(1000 * (until - time.monotonic()))))
         self._connections.join()

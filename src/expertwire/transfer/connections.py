@@ -267,10 +267,15 @@ class Connections:
         for peer in ended:
             self._let_go(peer)
 
-    def join(self) -> None:
-        """The endpoint is closed: whoever was being let go is."""
+    def part(self, timeout_ms: int) -> None:
+        """Before the endpoints close: let go whoever has parted, for over some paths it does not hear the farewell, which is waited for."""
+        self.look_around()
+        self.join(timeout_ms / 1000)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """The endpoint is closed: whoever was being let go is. Or for at most so long."""
         if self._parting is not None and threading.current_thread() is not self._parting:
-            self._parting.join()
+            self._parting.join(timeout_s)
 
     # ---- letting go
 
