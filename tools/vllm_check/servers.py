@@ -21,6 +21,7 @@ from vllm_check.asking import ask, get, metric
 
 READY_S = float(os.environ.get("VLLM_CHECK_READY_S", "900"))
 SEQUENCES = 64
+BLOCKS = 2048  # of 128 tokens: vLLM would take a whole GiB for each server, and the machine would have no memory left for pages of programs
 BATCHED_TOKENS = 8192  # so that no prompt is computed in parts: vLLM 0.32 on CPU ends at one whose request has a seed
 LEASE_S = 120  # four times vLLM's default: five servers and a crowd on two cores, and D may come for its blocks after half a minute
 PR_SET_PDEATHSIG = 1
@@ -144,7 +145,7 @@ class Server(Process):
         self.command = [
             str(Path(sys.executable).parent / "vllm"), "serve", str(self.place.model),
             "--served-model-name", model.NAME, "--host", "127.0.0.1", "--port", str(self.port),
-            "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", str(model.CONTEXT_TOKENS), "--max-num-seqs", str(SEQUENCES),
+            "--enforce-eager", "--dtype", "float32", "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", str(model.CONTEXT_TOKENS), "--max-num-seqs", str(SEQUENCES),
             "--max-num-batched-tokens", str(BATCHED_TOKENS),
             *(["--data-parallel-size", str(self.ranks)] if self.ranks else []),
         ]  # fmt: skip
