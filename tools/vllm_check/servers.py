@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -38,13 +39,21 @@ SERVER_ENV = {
 }
 
 
+PORTS = range(10_000, 30_000)  # below those that the kernel gives to connections, any of which may take one before its server does
+_given: set[int] = set()
+
+
 def free_ports(count: int) -> list[int]:
-    """Of the loopback. Another process may take one before it is used; then a server's start fails and says so."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Of the loopback, none of them twice. Another program may take one before it is used; then a server's start fails and says so."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.choice(PORTS)
+        if port in _given:
+            continue
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+            _given.add(port)
+    return found
 
 
 def wait_until(what: str, met: Callable[[], bool], limit_s: float, step_s: float = 0.25) -> float:
@@ -145,7 +154,8 @@ class Server(Process):
         self.command = [
             str(Path(sys.executable).parent / "vllm"), "serve", str(self.place.model),
             "--served-model-name", model.NAME, "--host", "127.0.0.1", "--port", str(self.port),
-            "--enforce-eager", "--dtype", "float32", "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", str(model.CONTEXT_TOKENS), "--max-num-seqs", str(SEQUENCES),
+            "--enforce-eager", "--dtype", "float32", "--num-gpu-blocks-override", str(BLOCKS),
+            "--max-model-len", str(model.CONTEXT_TOKENS), "--max-num-seqs", str(SEQUENCES),
             "--max-num-batched-tokens", str(BATCHED_TOKENS),
             *(["--data-parallel-size", str(self.ranks)] if self.ranks else []),
         ]  # fmt: skip
