@@ -14,6 +14,13 @@ std::uint64_t align_block(std::uint64_t bytes) {
     return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
 }
 
+// A shape that nothing could hold must not come out as one that fits: beyond this it is all the same.
+std::uint64_t product(std::uint64_t a, std::uint64_t b) {
+    constexpr std::uint64_t kFarTooMuch = std::uint64_t{1} << 60;  // sums of a few do not overflow
+    const unsigned __int128 exact = static_cast<unsigned __int128>(a) * b;
+    return exact < kFarTooMuch ? static_cast<std::uint64_t>(exact) : kFarTooMuch;
+}
+
 std::uint64_t most_rows(const LowLatencyCall& call) {
     std::uint64_t most = 0;
     for (std::uint32_t rank = 0; rank + 1 < call.expert_first.size(); ++rank)
@@ -42,8 +49,8 @@ LowLatencyBlocks blocks_of(const LowLatencyCall& call) {
         row = std::max(row, other.dispatched_bytes());
     }
     LowLatencyBlocks blocks;
-    blocks.block = align_block(most_rows(call) * row);
-    blocks.bytes = (call.expert_first.size() - 1) * blocks.block;
+    blocks.block = align_block(product(most_rows(call), row));
+    blocks.bytes = product(call.expert_first.size() - 1, blocks.block);
     return blocks;
 }
 
@@ -51,13 +58,13 @@ LowLatencyBlocks blocks_of(const LowLatencyCall& call) {
 // at the least, a combine's row.
 std::uint64_t low_latency_bytes(const LowLatencyCall& call, const NodeTable& nodes) {
     std::uint64_t outgoing = 0;
-    if (nodes.nodes() > 1) outgoing = std::max(align_block(most_rows(call) * call.dispatched_bytes()), 2 * call.hidden);
+    if (nodes.nodes() > 1) outgoing = std::max(align_block(product(most_rows(call), call.dispatched_bytes())), 2 * call.hidden);
     return 2 * align_block(blocks_of(call).bytes + outgoing);
 }
 
 std::uint64_t combine_buffer_bytes(const LowLatencyCall& call, std::uint32_t rank) {
     const auto ranks = static_cast<std::uint64_t>(call.expert_first.size() - 1);
-    return call.owned(rank) * ranks * call.tokens_max * 2 * call.hidden;
+    return product(product(call.owned(rank) * ranks, call.tokens_max), 2 * call.hidden);
 }
 
 LowLatencyLayout::LowLatencyLayout(std::uint32_t ranks, std::uint32_t local_experts_max)

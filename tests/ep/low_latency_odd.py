@@ -121,11 +121,14 @@ def disagreements(rank: Rank, node_of: Sequence[int]) -> dict[str, Described]:
     calls: dict[str, Callable[[], object]] = {
         "M": lambda: dispatch(tokens_max=7 if last else 6),
         "M beyond the memory": lambda: dispatch(tokens_max=1000 if last else 6),
+        "M beyond any memory": lambda: dispatch(tokens_max=200_000_000 if last else 6),
         "H": lambda: dispatch(x[:, :32] if last else x),
         "E": lambda: dispatch(experts=17 if last else 16),
         "K": lambda: dispatch(picked=ids[:, :2] if last else ids),
         "format": lambda: dispatch(fp8=last),
         "nothing fits": lambda: dispatch(tokens_max=4000),
+        "nothing fits anywhere": lambda: dispatch(tokens_max=200_000_000),
+        "E beyond": lambda: dispatch(experts=2_000_000_000),
     }
     out = {name: caught(call) for name, call in calls.items()}
     good = dispatch()

@@ -154,6 +154,9 @@ def test_a_plan_that_nothing_could_hold_is_refused() -> None:
         Buffer.memory_plan([])
     largest = Buffer.memory_plan([0, 1], num_max_recv_tokens=(1 << 31) - 1, hidden=1 << 24, num_topk=1 << 16)[0]
     assert largest.data_bytes > 2 << 55, "64 bits do not wrap within the limits"
+    shape = {"num_max_dispatch_tokens_per_rank": 1 << 27, "hidden": 1 << 24, "num_experts": 4096, "num_topk": 2048}
+    largest = Buffer.memory_plan([0, 0], low_latency_mode=True, **shape)[0]
+    assert largest.low_latency_data_bytes > 1 << 59, "nor do they beyond: 2 × 2^27 tokens × 2048 × 2^25 bytes are no bytes in 64 bits"
 
 
 def test_nodes_may_be_a_tensor_and_count_by_value() -> None:
@@ -187,6 +190,28 @@ def test_a_combine_may_have_another_hidden_size(world: World) -> None:
 
 def test_lazily_negated_weights_arrive_negated(world: World) -> None:
     assert world.run(2, odd.negated_weights) == [[-2.0], [-2.0]]
+
+
+def test_torchs_default_device_is_not_ours(world: World) -> None:
+    assert world.run(3, odd.default_device, (0, 0, 1)) == [True, True, True]
+
+
+@pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
+def test_what_is_sent_may_lie_in_the_region(world: World, node_of: tuple[int, ...]) -> None:
+    assert world.run(2, odd.rows_in_the_region, node_of) == [[], []]
+
+
+def test_a_rank_without_descriptors_is_named_by_all_and_splits_no_node() -> None:
+    own = World(2)
+    try:
+        (short, nodes), (others, theirs) = own.run(2, odd.few_files)
+    finally:
+        own.close()
+    assert nodes == theirs == (0, 0)
+    assert short
+    for (_, _, message), (_, _, other_message) in zip(short, others, strict=True):
+        assert "Too many open files" in message or "ulimit -n" in message, message
+        assert "rank 0" in other_message, other_message
 
 
 def test_construction_compares_ranks(world: World) -> None:

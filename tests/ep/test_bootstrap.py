@@ -168,7 +168,8 @@ def test_doors_prove_shared_memory_and_pass_descriptors() -> None:
 def test_a_door_answers_only_those_who_know_its_secret() -> None:
     with Door() as one, Door() as other:
         stranger = replace(neighbour(0, one), secret=bytes(32))
-        assert not other.prove(stranger)
+        with pytest.raises(UnavailableError, match="rank 0 shut its door without an answer"):
+            other.prove(stranger)
         with pytest.raises(UnavailableError, match="rank 0 did not pass its memory's descriptors"), other.regions_of(stranger):
             pass
         absent = replace(neighbour(0, one), door="expertwire-nobody")

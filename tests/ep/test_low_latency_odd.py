@@ -47,11 +47,14 @@ def test_disagreements_are_named_on_every_rank(world: World, node_of: tuple[int,
     expected = {
         "M": ("MismatchError", "num_max_dispatch_tokens_per_rank: rank 0 has 6, rank 2 has 7"),
         "M beyond the memory": ("MismatchError", "num_max_dispatch_tokens_per_rank: rank 0 has 6, rank 2 has 1000"),
+        "M beyond any memory": ("MismatchError", "num_max_dispatch_tokens_per_rank: rank 0 has 6, rank 2 has 200000000"),
         "H": ("MismatchError", "hidden: rank 0 has 64, rank 2 has 32"),
         "E": ("MismatchError", "num_experts: rank 0 has 16, rank 2 has 17"),
         "K": ("MismatchError", "num_topk: rank 0 has 4, rank 2 has 2"),
         "format": ("MismatchError", "rank 0 has bf16, rank 2 has fp8"),
         "nothing fits": ("CapacityError", r"need \d+ bytes of low-latency memory on a rank, num_rdma_bytes is \d+"),
+        "nothing fits anywhere": ("CapacityError", r"need \d{12,} bytes of low-latency memory on a rank, num_rdma_bytes is \d+"),
+        "E beyond": ("InvalidArgumentError", "rank 0 owns 666666667 of num_experts 2000000000, at most 2048 were planned"),
         "operation": ("MismatchError", "rank 0 has low_latency_combine, rank 2 has low_latency_dispatch"),
     }
     for out in world.run(3, odd.disagreements, node_of):

@@ -215,6 +215,32 @@ def test_the_environment_has_one_reader() -> None:
     assert environment_reads("import os\nx = os.environ['A']\ny = os.getenv('B')") == [2, 3]
 
 
+def made_anywhere(source: str) -> list[int]:
+    """Lines that make a tensor on torch's default device, which is the caller's: it is another while a model is loaded. Ours are written
+    to by address, so that one elsewhere ends the process."""
+    factories = {
+        f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "asarray", "rand", "randn")
+    }
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in factories and not any(one.arg == "device" for one in node.keywords)
+    ]
+
+
+def test_every_tensor_has_a_device() -> None:
+    rooms = [PYTHON_ROOT / room for room in ("ep", "fabric", "transfer", "compat")]
+    oracles = {PYTHON_ROOT / "ep" / name for name in ("reference.py", "low_latency_reference.py")}
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files()
+        if path not in oracles and any(room in path.parents for room in rooms)
+        for line in made_anywhere(path.read_text())
+    ]
+    assert not faults, f"tensors on the caller's default device: {faults}"
+    assert made_anywhere("x = torch.empty(3)\ny = torch.zeros((2, 1), device=z)") == [1]
+
+
 def work_at_import(source: str) -> list[int]:
     """Lines of module-level statements that do something: calls as statements, loops, and blocks other than an import's guard."""
     lines = []

@@ -12,6 +12,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -119,11 +120,11 @@ def _gather(group: dist.ProcessGroup, size: int, mine: Any, timeout_ms: int) -> 
         return answers
     within = timedelta(milliseconds=timeout_ms)
     data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([data.numel()]), group=group, async_op=True).wait(within)
+    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([data.numel()], device="cpu"), group=group, async_op=True).wait(within)
     most = max(int(length) for length in lengths)
     padded = torch.nn.functional.pad(data, (0, most - data.numel()))
-    received = [torch.zeros(most, dtype=torch.uint8) for _ in range(size)]
+    received = [torch.zeros(most, dtype=torch.uint8, device="cpu") for _ in range(size)]
     dist.all_gather(received, padded, group=group, async_op=True).wait(within)
     return [pickle.loads(bytes(one[: int(length)].numpy())) for one, length in zip(received, lengths, strict=True)]
 
@@ -155,6 +156,8 @@ def together(launch: Launch, work: Callable[[], Value]) -> list[Value]:
     except Exception as caught:
         error = caught
     answers = launch.all_gather((None if error is None else f"{type(error).__name__}: {error}", result))
+    if isinstance(error, OSError):  # no descriptor, no memory, no file of a library
+        raise UnavailableError(f"rank {launch.rank}: no Buffer, because this rank could not make its part of it: {error}") from error
     if error is not None:
         raise error
     for rank, (text, _) in enumerate(answers):
@@ -252,8 +255,15 @@ def connect(
 
     Collective. A failure on any rank is raised on all of them.
     """
-    with Door() if patience_s is None else Door(patience_s) as door:
-        table, neighbours = _meet(launch, door, settings, node_of, facts)
+    with ExitStack() as held:
+        doors: list[Door] = []
+
+        def open_door() -> Door:
+            doors.append(held.enter_context(Door() if patience_s is None else Door(patience_s)))
+            return doors[0]
+
+        table, neighbours = _meet(launch, open_door, settings, node_of, facts)
+        door = doors[0]
         nodes = _proved_nodes(launch, door, neighbours, table)
         hosts = len({one.process.boot for one in neighbours})
         plans = together(launch, lambda: (_choose_provider(settings, nodes, hosts), memory_of(needed_bytes(nodes))))
@@ -281,9 +291,9 @@ def connect(
 
 
 def _meet(
-    launch: Launch, door: Door, settings: Settings, node_of: Sequence[object] | None, facts: Mapping[str, str]
+    launch: Launch, open_door: Callable[[], Door], settings: Settings, node_of: Sequence[object] | None, facts: Mapping[str, str]
 ) -> tuple[tuple[int, ...] | None, list[Neighbour]]:
-    """The first exchange: everything that must agree does. Returns the node table given, if any, and everyone's door."""
+    """The first exchange: everything that must agree does. Returns the node table given, if any, and everyone's door, this one's opened."""
 
     def hello() -> _Hello:
         table = _given_table(launch, settings, node_of)
@@ -294,6 +304,7 @@ def _meet(
             **settings.exchanged(),
             **facts,
         }
+        door = open_door()
         return _Hello(mine, table, Neighbour(launch.rank, own_process(boot_id()), door.name, door.secret))
 
     hellos = together(launch, hello)

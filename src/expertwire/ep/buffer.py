@@ -305,6 +305,7 @@ class Buffer(LowLatencyOperations, Renewal):
         self, dtype: torch.dtype, size: torch.Size | Sequence[int] | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
         """The data region of this rank as a tensor of `dtype`, from byte `offset`. It holds received rows and no word of the protocol.
+        What is written here may be given to a call; any call's rows may land over it, so it is there until the next one only.
 
         Args:
             size: shape; None: one dimension, all that is left.

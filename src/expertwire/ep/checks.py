@@ -206,7 +206,7 @@ def overflow(overflows: Sequence[tuple[int, int]], made: Handle, result: object)
     others = [f"rank {other} of {rows}" for other, rows in overflows[1:]]
     return WorstTokensError(
         f"dispatch (call {epoch}): rank {rank} was sent {total} rows and num_worst_tokens is {most}; the last {total - most} were left out"
-        f"{', nor those that were too many for ' + ', '.join(others) if others else ''}. Give num_worst_tokens of at least "
+        f"{', and what was too many for ' + ', '.join(others) if others else ''}. Give num_worst_tokens of at least "
         f"{max(rows for _, rows in overflows)}; the Buffer works on, and `result` of this error has the rows that were kept",
         rank,
         total,

@@ -66,13 +66,13 @@ class Handle:
     def real_counts(self) -> list[int] | torch.Tensor:
         """Rows per local expert before `expert_alignment`, of the kind that the dispatch returned: int32 [E_l] with `num_worst_tokens`."""
         counts = list(self.num_recv_tokens_per_expert)
-        return torch.tensor(counts, dtype=torch.int32) if self.num_worst_tokens else counts
+        return torch.tensor(counts, dtype=torch.int32, device="cpu") if self.num_worst_tokens else counts
 
     @property
     def returned_counts(self) -> list[int] | torch.Tensor:
         """Rows per local expert as the dispatch returns them: rounded up to `expert_alignment`."""
         counts = self.num_recv_tokens_per_expert_aligned
-        return torch.tensor(counts, dtype=torch.int32) if self.num_worst_tokens else counts
+        return torch.tensor(counts, dtype=torch.int32, device="cpu") if self.num_worst_tokens else counts
 
     @cached_property
     def recv_src_idx(self) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Handle:
     def num_tokens_matrix(self) -> torch.Tensor:
         """i32[R, R]: rows from source (first index) to destination (second)."""
         ranks = len(self.node_of)
-        return torch.tensor(self.native.matrix, dtype=torch.int32).view(ranks, ranks)
+        return torch.tensor(self.native.matrix, dtype=torch.int32, device="cpu").view(ranks, ranks)
 
     @cached_property
     def rank_prefix_matrix(self) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Handle:
             through = source if node == mine else nodes.entry(source, mine)
             if through == self.rank:
                 rows[node] += self.native.node_matrix[source * nodes.count + mine]
-        return torch.cumsum(torch.tensor(rows, dtype=torch.int32), dim=0, dtype=torch.int32)
+        return torch.cumsum(torch.tensor(rows, dtype=torch.int32, device="cpu"), dim=0, dtype=torch.int32)
 
     @cached_property
     def is_token_in_node(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Handle:
             return (
                 lambda: self.rank_prefix_matrix,
                 lambda: channel(self.is_token_in_rank),
-                lambda: torch.zeros((len(self.node_of), 1), dtype=torch.int32),
+                lambda: torch.zeros((len(self.node_of), 1), dtype=torch.int32, device="cpu"),
                 lambda: self.recv_src_idx,
                 lambda: self.is_token_in_rank,
                 lambda: _heads(self.is_token_in_rank),

@@ -216,7 +216,7 @@ class LowLatencyOperations:
         if target is None:
             raise InvalidTypeError("mask_status is None; it must be an int32 tensor with an element for each rank")
         with self._holding("low_latency_query_mask_buffer"), self.runtime.ordered(None, False):
-            target.copy_(torch.tensor(backend.masked(), dtype=torch.int32))
+            target.copy_(torch.tensor(backend.masked(), dtype=torch.int32, device="cpu"))
 
     @keywords()
     def low_latency_clean_mask_buffer(self) -> None:

@@ -6,6 +6,7 @@ know its secret. The secret travels through the group, so only members have it.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -28,6 +29,8 @@ _WORD = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 _PROVE, _REGIONS = b"P", b"R"
 _DESCRIPTORS_MAX = 64
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_MORE_FILES = "raise the limit of open files (ulimit -n)"
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,22 @@ class Door:
         self._patience_s = patience_s
         self.name = f"expertwire-{secrets.token_hex(16)}"
         self.secret = secrets.token_bytes(_SECRET_BYTES)
-        self._probe = os.memfd_create("expertwire probe", os.MFD_CLOEXEC)
-        os.ftruncate(self._probe, _PROBE_BYTES)
         self._regions: dict[str, int] = {}
         self._regions_open = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind("\0" + self.name)
-        self._socket.listen(1024)
         self._closing = False
+        with ExitStack() as undone:
+            try:
+                self._probe = os.memfd_create("expertwire probe", os.MFD_CLOEXEC)
+                undone.callback(os.close, self._probe)
+                os.ftruncate(self._probe, _PROBE_BYTES)
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                undone.callback(os.close, self._spare)
+                self._socket = undone.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self._socket.bind("\0" + self.name)
+                self._socket.listen(1024)
+            except OSError as error:
+                raise UnavailableError(f"no door for the ranks of this node: {error}{_advice(error)}") from error
+            undone.pop_all()
         self._thread = threading.Thread(target=self._serve, name="expertwire door", daemon=True)
         self._thread.start()
 
@@ -68,6 +79,8 @@ class Door:
         self._thread.join()
         self._socket.close()
         os.close(self._probe)
+        if self._spare >= 0:
+            os.close(self._spare)
 
     def open_regions(self, descriptors: Mapping[str, int]) -> None:
         """From now on, give these descriptors to neighbours. They stay the caller's."""
@@ -77,13 +90,20 @@ class Door:
     # ---- knocking
 
     def prove(self, neighbour: Neighbour) -> bool:
-        """Whether this rank and the neighbour see the same bytes in a region of the neighbour's."""
+        """Whether this rank and the neighbour see the same bytes in a region of the neighbour's. Raises `UnavailableError` where only the
+        want of a descriptor, here or there, keeps them from it: such a rank would go by the network, and nobody would know why."""
         mark = secrets.randbits(64)
         try:
-            with closing(self._knock(neighbour, _PROVE)) as door:
-                _, descriptors, _, _ = socket.recv_fds(door, 1, 1)
-                if not descriptors:
-                    return False
+            knocked = self._knock(neighbour, _PROVE)
+        except OSError as error:
+            return _not_near(neighbour, error)
+        with closing(knocked) as door:
+            try:
+                word, descriptors, flags, _ = socket.recv_fds(door, 1, 1)
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, "its descriptor was cut off")
+                if not word:
+                    raise ConnectionError("closed before a descriptor came")
                 try:
                     with mmap.mmap(descriptors[0], _PROBE_BYTES) as probe:
                         _WORD.pack_into(probe, 0, mark)
@@ -91,8 +111,12 @@ class Door:
                         return _receive(door, 1) == b"Y"
                 finally:
                     os.close(descriptors[0])
-        except OSError:
-            return False  # another host, namespace or user: not a neighbour
+            except ConnectionError as error:
+                raise UnavailableError(
+                    f"rank {neighbour.rank} shut its door without an answer: it has no descriptor left, or has ended ({error})"
+                ) from error
+            except OSError as error:
+                return _not_near(neighbour, error)
 
     @contextmanager
     def regions_of(self, neighbour: Neighbour) -> Iterator[dict[str, int]]:
@@ -109,8 +133,7 @@ class Door:
         try:
             if len(names) != len(descriptors):
                 raise UnavailableError(
-                    f"rank {neighbour.rank} passed {len(names)} regions and {len(descriptors)} descriptors arrived: "
-                    "raise the limit of open files (ulimit -n)"
+                    f"rank {neighbour.rank} passed {len(names)} regions and {len(descriptors)} descriptors arrived: {_MORE_FILES}"
                 )
             yield dict(zip(names, descriptors, strict=True))
         finally:
@@ -134,8 +157,10 @@ class Door:
         while True:
             try:
                 visitor, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closing or error.errno not in _SHORTAGES or not self._turn_away():
+                    return
+                continue
             with closing(visitor):
                 if self._closing:
                     return
@@ -144,6 +169,19 @@ class Door:
                     self._answer(visitor)
                 except OSError:
                     continue  # the visitor has gone; it sees the same and says so
+
+    def _turn_away(self) -> bool:
+        """Who knocks while no descriptor is left sees the door shut, instead of waiting for an answer. Takes the spare one for it."""
+        if self._spare < 0:
+            return False
+        os.close(self._spare)
+        self._spare = -1
+        try:
+            self._socket.accept()[0].close()
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        return True
 
     def _answer(self, visitor: socket.socket) -> None:
         if not secrets.compare_digest(_receive(visitor, _SECRET_BYTES), self.secret):
@@ -158,6 +196,17 @@ class Door:
             names = json.dumps(list(self._regions)).encode()
             visitor.sendall(_LENGTH.pack(len(names)) + names)
             socket.send_fds(visitor, [b"F"], list(self._regions.values()))
+
+
+def _advice(error: OSError) -> str:
+    return f"; {_MORE_FILES}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+
+
+def _not_near(neighbour: Neighbour, error: OSError) -> bool:
+    """False: another host, namespace or user. Raises where only something that is short keeps the two apart."""
+    if error.errno in _SHORTAGES:
+        raise UnavailableError(f"rank {neighbour.rank} cannot be asked for its memory: {error}{_advice(error)}") from error
+    return False
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:

@@ -94,7 +94,7 @@ class Region:
 
         sizes = self._shape(dtype.itemsize, shape, offset)
         if math.prod(sizes) == 0:
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")
         return torch.frombuffer(self.memoryview(offset, math.prod(sizes) * dtype.itemsize), dtype=dtype).reshape(sizes)
 
     def close(self, timeout_ms: int | None = None) -> None:

@@ -69,7 +69,7 @@ def _kept(in_rank: torch.Tensor, result: DispatchResult, rank: int) -> torch.Ten
     if not result.overflows:
         return in_rank.clone()
     ranks = in_rank.shape[1]
-    return in_rank & (in_rank.cumsum(0) <= torch.tensor(result.handle.matrix[rank * ranks : (rank + 1) * ranks]))
+    return in_rank & (in_rank.cumsum(0) <= torch.tensor(result.handle.matrix[rank * ranks : (rank + 1) * ranks], device="cpu"))
 
 
 def context_options(settings: Settings, hosts: int) -> dict[str, object]:
@@ -211,10 +211,10 @@ class CpuBackend:
         """Rows per rank i32[R], distinct rows per node i32[RR], rows per expert i32[E], token in rank bool[T, R]."""
         tokens, topk = topk_idx.shape
         ranks = len(self.node_of)
-        per_rank = torch.empty(ranks, dtype=torch.int32)
-        per_node = torch.empty(max(self.node_of) + 1, dtype=torch.int32)
-        per_expert = torch.empty(num_experts, dtype=torch.int32)
-        in_rank = torch.empty((tokens, ranks), dtype=torch.bool)
+        per_rank = torch.empty(ranks, dtype=torch.int32, device="cpu")
+        per_node = torch.empty(max(self.node_of) + 1, dtype=torch.int32, device="cpu")
+        per_expert = torch.empty(num_experts, dtype=torch.int32, device="cpu")
+        in_rank = torch.empty((tokens, ranks), dtype=torch.bool, device="cpu")
         self._exchange.layout_counts(
             address_of(topk_idx),
             topk_idx.element_size(),
@@ -268,10 +268,12 @@ class CpuBackend:
         """Bring rows back, summed."""
         out = self._outputs.empty((handle.num_tokens, x.shape[1]), x.dtype)
         topk = 0 if weights is None else weights.shape[1]
-        out_weights = None if weights is None else torch.empty((handle.num_tokens, topk), dtype=torch.float32)
-        bias_addresses = [*(address_of(bias) for bias in biases), 0, 0]
+        out_weights = None if weights is None else torch.empty((handle.num_tokens, topk), dtype=torch.float32, device="cpu")
         offer = self._pool.offer()
         try:
+            x, *added = (self._pool.apart(one, offer) for one in (x, *biases))
+            weights = None if weights is None else self._pool.apart(weights, offer)
+            bias_addresses = [*(address_of(bias) for bias in added), 0, 0]
             self._exchange.combine(
                 address_of(x),
                 handle.num_recv_tokens,
@@ -333,20 +335,24 @@ class CpuBackend:
             return spills[0].data_ptr()
 
         offer = self._pool.offer()
+        x = self._pool.apart(sent.x, offer)
+        scales = None if sent.scales is None else self._pool.apart(sent.scales, offer)
+        weights = None if routing is None or routing.topk_weights is None else self._pool.apart(routing.topk_weights, offer)
+        topk_idx = None if topk_idx is None else self._pool.apart(topk_idx, offer)
         try:
             result = self._exchange.dispatch(
-                address_of(sent.x),
+                address_of(x),
                 sent.x.shape[0],
                 _row_bytes(sent.x),
                 _type_name(sent.x),
-                address_of(sent.scales),
+                address_of(scales),
                 _row_bytes(sent.scales),
                 _type_name(sent.scales),
                 0 if routing is None else address_of(routing.in_rank),
                 address_of(topk_idx),
                 8 if topk_idx is None else topk_idx.element_size(),
                 0 if topk_idx is None else topk_idx.shape[1],
-                0 if routing is None else address_of(routing.topk_weights),
+                address_of(weights),
                 0 if routing is None else address_of(routing.per_rank),
                 0 if routing is None else address_of(routing.per_node),
                 0 if routing is None else address_of(routing.per_expert),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from expertwire.ep.config import SCALE_COLUMNS, align_up
-from expertwire.ep.cpu.memory import address_of, tensor_over
+from expertwire.ep.cpu.memory import address_of, apart, tensor_over
 from expertwire.ep.cpu.outputs import Outputs
 from expertwire.ep.layout import expert_bounds
 from expertwire.ep.low_latency_handle import LowLatencyHandle
@@ -62,6 +62,8 @@ class CpuLowLatency:
         self._native: LowLatency = LowLatency(context, list(node_of), local_experts_max, shrink)
         self._rank = rank
         self._ranks = len(node_of)
+        self._node_of = tuple(node_of)
+        self._local_experts_max = local_experts_max
         self._timeout_ms = timeout_ms
         self._outputs = outputs
         region = context.region("ll_data")
@@ -88,25 +90,32 @@ class CpuLowLatency:
         """Send rows. Returns rows, scales, counts and handle, all of which `Sent.receive` fills."""
         bounds = expert_bounds(num_experts, self._ranks)
         experts, capacity = bounds[self._rank + 1] - bounds[self._rank], self._ranks * tokens_max
-        hidden = x.shape[1]
-        rows = self._outputs.empty((experts, capacity, hidden), torch.bfloat16 if row_format == BF16 else torch.float8_e4m3fn)
+        hidden, topk = x.shape[1], topk_idx.shape[1]
+        dtype = torch.bfloat16 if row_format == BF16 else torch.float8_e4m3fn
+        # What does not fit is said by the call, to every rank; memory for its results, of any size, need not be there.
+        if experts * capacity * hidden * dtype.itemsize > self.data_bytes and (
+            experts > self._local_experts_max
+            or data_bytes_for(self._node_of, tokens_max, hidden, num_experts, topk, row_format) > self.data_bytes
+        ):
+            experts = 0
+        rows = self._outputs.empty((experts, capacity, hidden), dtype)
         scales = None
         if row_format != BF16:
             words = -(-hidden // SCALE_COLUMNS)
             if row_format == FP8_UE8M0:
                 words = -(-words // 4)
             # Column-major: a column of scales lies together.
-            scales = torch.empty((experts, words, capacity), dtype=torch.int32 if row_format == FP8_UE8M0 else torch.float32)
-        counts = torch.empty(experts, dtype=torch.int32)
-        src_info = torch.empty((experts, capacity), dtype=torch.int32)
-        layout_range = torch.empty((experts, self._ranks), dtype=torch.int64)
+            scales = torch.empty((experts, words, capacity), dtype=torch.int32 if row_format == FP8_UE8M0 else torch.float32, device="cpu")
+        counts = torch.empty(experts, dtype=torch.int32, device="cpu")
+        src_info = torch.empty((experts, capacity), dtype=torch.int32, device="cpu")
+        layout_range = torch.empty((experts, self._ranks), dtype=torch.int64, device="cpu")
         call = self._native.dispatch(
-            address_of(x),
+            address_of(x := apart(x, ctypes.addressof(self._memory), self.data_bytes)),
             x.shape[0],
             hidden,
             address_of(topk_idx),
             topk_idx.element_size(),
-            topk_idx.shape[1],
+            topk,
             tokens_max,
             num_experts,
             bounds,

@@ -39,7 +39,7 @@ class Outputs:
         """A tensor of undefined contents, contiguous, page aligned when it is large."""
         length = math.prod(shape) * dtype.itemsize
         if length < SMALL_BYTES:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         self._drain()
         block = self._take(length)
         memory = (ctypes.c_char * length).from_buffer(block)

@@ -9,7 +9,10 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
+import torch
+
 from expertwire.ep.config import align_up
+from expertwire.ep.cpu.memory import apart
 from expertwire.errors import CapacityError
 
 EXTENT_ALIGNMENT = 4096  # bytes: rows of different results never share a page
@@ -109,6 +112,10 @@ class Pool:
         extent = self._extents.largest()
         self._extents.take(extent)
         return extent
+
+    def apart(self, tensor: torch.Tensor, offer: Extent) -> torch.Tensor:
+        """The tensor, or a copy of one that lies in what is on offer: a view of the region that no result of ours keeps taken."""
+        return apart(tensor, self._address + offer.offset, offer.length)
 
     def withdraw(self, offer: Extent) -> None:
         """Give an offer back; nobody writes to it any more."""

@@ -334,7 +334,7 @@ class CudaBackend:
     def reset(self, timeout_ms: int) -> None:
         """Everything as before the first call, but numbers, which go on, and what graphs have. Collective."""
         self._comm.synchronize()  # whoever waits does so until its deadline at most
-        answer = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        answer = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         with self._comm.ordered(None, False):
             for exchange in (self._exchange, *(() if self.low_latency is None else (self.low_latency.exchange,))):
                 exchange.renew(self._resets + 1, timeout_ms, answer)

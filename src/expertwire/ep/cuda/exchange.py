@@ -106,8 +106,8 @@ class Exchange:
         self._owners = control, data
         pinned = self.device.type == "cuda"
         self.meta = torch.zeros(words.META.value + 6 * self.ranks, dtype=torch.int64, device=self.device)
-        self.record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=pinned)
-        self._boxes = torch.zeros((MAILBOXES, notify.MAILBOX + local_experts_max), dtype=torch.int64, pin_memory=pinned)
+        self.record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._boxes = torch.zeros((MAILBOXES, notify.MAILBOX + local_experts_max), dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._box = 0
         head = [control.address, self.meta.data_ptr(), self.record.data_ptr(), self.rank, timeout_ms * 1_000_000, 0, 0, 0]
         self.state = torch.tensor([*head, *control.addresses, *data.addresses], dtype=torch.int64, device=self.device)

@@ -157,7 +157,7 @@ class LowLatencyExchange:
         self._owners = control, data
         self.third_bytes = data.length // _PARTS // _ALIGNMENT * _ALIGNMENT
         self.data_bytes = data.length
-        self.record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         nanoseconds, slot = timeout_ms * 1_000_000, _slot_words(local_experts_max)
         head = [control.address, 0, self.record.data_ptr(), self.rank, nanoseconds, self.third_bytes, int(shrink), slot]
         self.state = torch.tensor([*head, *control.addresses, *data.addresses], dtype=torch.int64, device=self.device)
