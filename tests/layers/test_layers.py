@@ -29,6 +29,7 @@ FUNCTION_LINES_MAX = 70
 # What a room of the Python package may import of the package. `errors` is everybody's; a room may always import itself.
 PYTHON_ARROWS: dict[str, set[str]] = {
     "expertwire": set(),
+    "__main__": {"cli"},
     "errors": set(),
     "fabric": {"_native"},
     "ep": {"fabric"},
