@@ -113,7 +113,8 @@ class Guarded:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+        assert device == "cpu"
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         count = 1
         for length in shape:
