@@ -58,7 +58,8 @@ LowLatencyBlocks blocks_of(const LowLatencyCall& call) {
 // at the least, a combine's row.
 std::uint64_t low_latency_bytes(const LowLatencyCall& call, const NodeTable& nodes) {
     std::uint64_t outgoing = 0;
-    if (nodes.nodes() > 1) outgoing = std::max(align_block(product(most_rows(call), call.dispatched_bytes())), 2 * call.hidden);
+    if (nodes.nodes() > 1)
+        outgoing = std::max(align_block(product(most_rows(call), call.dispatched_bytes())), 2 * call.hidden);
     return 2 * align_block(blocks_of(call).bytes + outgoing);
 }
 
