@@ -204,6 +204,7 @@ class Context {
     // ---- progress (SPEC T13)
     Token& token();
     bool turn_held(TimeNs budget_ns);  // [token] one turn: poll, step, post; true if anything moved
+    void post_held();                  // [token] what may be posted, without a look at what has arrived
     bool turn(TimeNs budget_ns);       // [any] the same if the token is free; false: busy elsewhere or nothing moved
     Status turn_for(Ticket request, TimeNs budget_ns);  // [any] the same until that has ended; its status
     void enter_help();  // [any] a caller begins to drive progress: the progress thread parks …

@@ -31,6 +31,10 @@ bool Context::turn_held(TimeNs budget_ns) {
     return state_->turn(budget_ns);
 }
 
+void Context::post_held() {
+    state_->post_now(now_ns());
+}
+
 bool Context::turn(TimeNs budget_ns) {
     return state_->caller_turn(budget_ns, {});
 }
