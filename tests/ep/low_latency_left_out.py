@@ -84,12 +84,12 @@ def what_is_said(rank: Rank, node_of: Sequence[int], provider: str) -> int:
     return rows
 
 
-def masked_with_rows_on_their_way(rank: Rank) -> Described | None:
+def masked_with_rows_on_their_way(rank: Rank, timeout_ms: int) -> Described | None:
     """Rank 2, alone on its node, stops before its hook; rows of rank 0 to it are more than a socket takes. The others leave it out in the
     call after the next, whose blocks at rank 0 lie over those rows. Rank 2 wakes and has what was sent, or says that it is out."""
     hidden, few, many = 4096, 512, 1024
     size = Buffer.get_low_latency_rdma_size_hint(many, hidden, 3, 3)
-    buffer = open_buffer(rank, (0, 0, 1), enable_shrink=True, timeout_ms=3000, provider="tcp", num_rdma_bytes=size)
+    buffer = open_buffer(rank, (0, 0, 1), enable_shrink=True, timeout_ms=timeout_ms, provider="tcp", num_rdma_bytes=size)
     others = pids(rank)
 
     def sent(source: int, tokens: int, expert: int, most: int) -> tuple[Any, ...]:
@@ -127,11 +127,14 @@ def masked_with_rows_on_their_way(rank: Rank) -> Described | None:
     return error
 
 
-def stopped_and_woken(rank: Rank, node_of: Sequence[int], provider: str, victim: int, moment: str, flag: str) -> dict[str, Any]:
+def stopped_and_woken(
+    rank: Rank, node_of: Sequence[int], provider: str, victim: int, moment: str, flag: str, timeout_ms: int
+) -> dict[str, Any]:
     """One rank is stopped in the middle of a dispatch, the others leave it out and go on; it wakes up, hears of it, and comes back."""
+    patience_s = 7 * timeout_ms / 1000
     os.environ["EXPERTWIRE_HARD_TIMEOUT_MS"] = "200000"
     try:
-        buffer = open_buffer(rank, node_of, (PLAIN, WIDE), enable_shrink=True, timeout_ms=3000, provider=provider)
+        buffer = open_buffer(rank, node_of, (PLAIN, WIDE), enable_shrink=True, timeout_ms=timeout_ms, provider=provider)
     finally:
         del os.environ["EXPERTWIRE_HARD_TIMEOUT_MS"]
     run_case(rank, buffer, WIDE)
@@ -141,10 +144,10 @@ def stopped_and_woken(rank: Rank, node_of: Sequence[int], provider: str, victim:
         Path(flag).touch()
     else:
         out = go_on_without(rank, buffer, victim, others[victim])
-        assert idle_until(buffer, Path(flag).exists, 20), "the victim has not heard that it is out"
+        assert idle_until(buffer, Path(flag).exists, patience_s), "the victim has not heard that it is out"
         buffer.low_latency_update_mask_buffer(victim, False)
         out["moved at once"] = caught(lambda: send(buffer, rank, PLAIN))
-    until = time.monotonic() + 20
+    until = time.monotonic() + patience_s
     while True:
         try:
             run_case(rank, buffer, replace(WIDE, seed=90))
