@@ -153,14 +153,13 @@ def rows_in_the_region(rank: Rank, node_of: Sequence[int]) -> list[str]:
 
 
 def few_files(rank: Rank) -> tuple[list[Described], tuple[int, ...]]:
-    """Rank 0 may open three more files at each try: what each failed one said, and the nodes of the first that did not."""
+    """Rank 0 may open a few more files at each try, at last many: what each failed one said, and the nodes of the first that did not."""
     Buffer(rank.group, 1 << 20).destroy()  # what is imported, and found out, once
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     found: list[Described] = []
     nodes: tuple[int, ...] = ()
     opened = len(os.listdir("/proc/self/fd")) - 1
-    begin = time.monotonic()
-    for more in range(0, 200, 3):
+    for more in (0, 3, 6, 200):
         if rank.rank == 0:
             resource.setrlimit(resource.RLIMIT_NOFILE, (opened + more, most[1]))
         try:
@@ -174,5 +173,4 @@ def few_files(rank: Rank) -> tuple[list[Described], tuple[int, ...]]:
             break
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, most)
-        assert time.monotonic() - begin < 60, f"{more + 1} tries have taken a minute"
     return found, nodes
