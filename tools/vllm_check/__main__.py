@@ -79,8 +79,8 @@ class Run:
         return good
 
 
-def on_a_pair(run: Run, found: Stage, parts: Sequence[str]) -> bool:
-    """Those of these parts that are asked for, until one cannot be run to its end."""
+def on_a_pair(run: Run, found: Stage) -> None:
+    """The parts that are asked for, until one cannot be run to its end."""
     bodies: dict[str, Callable[[Stage], list[Finding]]] = {
         **checks.PLAIN,
         "crowd": lambda found: bench.crowd(found, run.options.requests, run.options.concurrency),
@@ -89,14 +89,12 @@ def on_a_pair(run: Run, found: Stage, parts: Sequence[str]) -> bool:
         **checks.FAULTS,
     }
     logs = [process.log for process in (*found.servers, found.proxy)]
-    for part in parts:
+    for part, body in bodies.items():
         if part not in run.options.parts:
             continue
         clean = None if part in (*checks.FAULTS, "counted", "aiperf") else logs  # those that break something leave signs of it
-        body = bodies[part]
         if not run.part(part, found.kv, lambda body=body: body(found), clean):  # type: ignore[misc]
-            return False
-    return True
+            return
 
 
 def everything(run: Run) -> None:
@@ -109,13 +107,13 @@ def everything(run: Run) -> None:
         return
     single = Server(place, "single", "", "none")
     with running([single]):
-        if parts - {"experts", "two_and_two", "ranks"}:
+        for kv in options.kv:  # one after the other: threads of NIXL's that spin would starve the other's servers
+            if parts & {*checks.PLAIN, *LOADS, *checks.FAULTS}:
+                with stages(place, [kv], single) as found:
+                    on_a_pair(run, found[kv])
+        if "beside" in parts:
             with stages(place, options.kv, single) as found:
-                well = [kv for kv in options.kv if on_a_pair(run, found[kv], (*checks.PLAIN, *LOADS))]
-                if "beside" in parts:
-                    beside(run, found)
-                for kv in well:
-                    on_a_pair(run, found[kv], tuple(checks.FAULTS))
+                beside(run, found)
         kv = options.kv[-1]
         for part, body, shape in (("two_and_two", checks.two_and_two, {"prefill": 2, "decode": 2}), ("ranks", checks.ranks, {"ranks": 2})):
             if part in parts:
