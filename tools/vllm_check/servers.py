@@ -72,7 +72,7 @@ def _die_with_parent() -> None:
 
 @dataclass
 class Process:
-    """One process in a session of its own, with its log."""
+    """One process in a group of its own, with its log."""
 
     name: str
     command: Sequence[str]
@@ -91,7 +91,9 @@ class Process:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.env},
-                start_new_session=True,
+                # Not a session: Linux shares out processors by session first (sched(7), autogroup), and on 6.18 one server's threads
+                # that look for work all the time kept another's from theirs for up to two minutes.
+                process_group=0,
                 preexec_fn=_die_with_parent,
             )
 
