@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from expertwire.cli.bench import ep_device, ep_device_rank
-from expertwire.cli.bench.ep_device import DeviceSetup, parse_numbers
+from expertwire.cli.bench.ep_device import DeviceSetup
 from expertwire.cli.launch import launch
+from expertwire.cli.lists import whole_numbers
 from expertwire.cli.main import main
 from expertwire.cli.report import Exit
 from expertwire.errors import InvalidArgumentError
@@ -125,7 +126,7 @@ def test_what_cannot_be_meant(words: list[str], said: str, capsys: pytest.Captur
 
 
 def test_numbers() -> None:
-    assert parse_numbers("--sizes", "4096,512") == (4096, 512)
+    assert whole_numbers("--sizes", "4096,512", 1) == (4096, 512)
     for wrong in ("", "0", "a"):
         with pytest.raises(InvalidArgumentError):
-            parse_numbers("--sizes", wrong)
+            whole_numbers("--sizes", wrong, 1)

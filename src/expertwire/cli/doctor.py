@@ -13,6 +13,7 @@ import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertwire.cli.lists import whole_numbers
 from expertwire.cli.report import Exit, Report, RowStatus, options, terminal
 from expertwire.errors import ExpertwireError, InvalidArgumentError
 
@@ -226,12 +227,9 @@ def _memory(report: Report) -> None:
     _note(report, "memory_available", available, "MemAvailable", unit="bytes")
 
 
-def parse_shape(text: str) -> list[int]:
+def parse_shape(text: str) -> tuple[int, ...]:
     """The six numbers of --shape. Raises `InvalidArgumentError` that says which cannot be used."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InvalidArgumentError(f"--shape is {text!r}; give {','.join(SHAPE)}, whole numbers") from None
+    numbers = whole_numbers("--shape", text, form=f"{','.join(SHAPE)}, whole numbers")
     if len(numbers) != len(SHAPE):
         raise InvalidArgumentError(f"--shape is {text}; that is {len(numbers)} numbers, it must be {len(SHAPE)}: {','.join(SHAPE)}")
     for name, number in zip(SHAPE, numbers, strict=True):

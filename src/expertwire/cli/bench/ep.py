@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertwire.cli.bench import ep_device
+from expertwire.cli.lists import whole_numbers
 from expertwire.cli.report import Report, RowStatus, options, terminal
 from expertwire.errors import InvalidArgumentError, UnavailableError
 
@@ -265,10 +266,7 @@ def parse_config(option: str, text: str | None) -> tuple[int, ...]:
         return ()
     from expertwire.ep.config import Config
 
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidArgumentError(f"{option} is {text!r}; give {CONFIG_NUMBERS} whole numbers with commas") from None
+    numbers = whole_numbers(option, text, form=f"{CONFIG_NUMBERS} whole numbers with commas")
     if len(numbers) != CONFIG_NUMBERS:
         raise InvalidArgumentError(f"{option} is {text}; that is {len(numbers)} numbers, it must be {CONFIG_NUMBERS}")
     try:
@@ -280,12 +278,7 @@ def parse_config(option: str, text: str | None) -> tuple[int, ...]:
 
 def parse_tokens(text: str, ranks: int) -> tuple[int, ...]:
     """`1024`, or one count for each rank: `0,128,1,77`."""
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidArgumentError(f"--tokens is {text!r}; give a whole number, or one for each rank with commas") from None
-    if min(counts) < 0:
-        raise InvalidArgumentError(f"--tokens is {text}; the least is 0")
+    counts = whole_numbers("--tokens", text, 0, form="a whole number, or one for each rank with commas")
     if len(counts) not in (1, ranks):
         raise InvalidArgumentError(f"--tokens names {len(counts)} counts; there are {ranks} ranks")
     return counts * ranks if len(counts) == 1 else counts

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from expertwire.cli.lists import whole_numbers
 from expertwire.cli.report import Report, RowStatus, options, terminal
 from expertwire.errors import InvalidArgumentError, UnavailableError
 
@@ -116,7 +117,7 @@ def parse(args: argparse.Namespace, shape: dict[str, Any]) -> DeviceSetup:
             raise InvalidArgumentError(f"--against is {name!r}; with --device cuda it is the name of a module that can be imported")
     return DeviceSetup(
         ranks=given["ranks"],
-        sizes=parse_numbers("--sizes", str(given["tokens"] if args.sizes is None else args.sizes)),
+        sizes=whole_numbers("--sizes", str(given["tokens"] if args.sizes is None else args.sizes), 1),
         hidden=given["hidden"],
         experts=given["experts"],
         topk=given["topk"],
@@ -127,20 +128,9 @@ def parse(args: argparse.Namespace, shape: dict[str, Any]) -> DeviceSetup:
         seed=given["seed"],
         graph=args.graph,
         sms=args.sms,
-        also_sms=() if args.also_sms is None else parse_numbers("--also-sms", args.also_sms),
+        also_sms=() if args.also_sms is None else whole_numbers("--also-sms", args.also_sms, 1),
         budget_s=120.0 if args.budget is None else args.budget,
     )
-
-
-def parse_numbers(option: str, text: str) -> tuple[int, ...]:
-    """`4096,512,128`."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidArgumentError(f"{option} is {text!r}; give whole numbers with commas") from None
-    if min(numbers) < 1:
-        raise InvalidArgumentError(f"{option} is {text}; the least is 1")
-    return numbers
 
 
 def run(args: argparse.Namespace, shape: dict[str, Any]) -> int:

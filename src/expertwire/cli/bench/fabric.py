@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertwire.cli.lists import whole_numbers
 from expertwire.cli.report import Report, RowStatus, format_value, options, terminal
 from expertwire.errors import InvalidArgumentError, UnavailableError
 
@@ -142,10 +143,7 @@ def parse(args: argparse.Namespace) -> Setup:
 
 def numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     """`4096` or `4096,65536`: whole numbers from 1 to `most`, each once."""
-    try:
-        values = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise InvalidArgumentError(f"{option} is {text!r}; give whole numbers with commas") from None
+    values = tuple(dict.fromkeys(whole_numbers(option, text)))
     if wrong := [value for value in values if not 1 <= value <= most]:
         raise InvalidArgumentError(f"{option} names {wrong[0]}; it must be 1 to {most}")
     return values
