@@ -92,6 +92,13 @@ def die_in_bootstrap(rank: Rank, node_of: Sequence[int], victim: int) -> dict[st
     return {"error": error, "seen_s": time.monotonic() - begin}
 
 
+def who_does_not_come(rank: Rank, absent: Sequence[int]) -> Described:
+    """All but those make a Buffer."""
+    if rank.rank in absent:
+        return ("", -1, "")
+    return caught(lambda: Buffer(rank.group, 4 << 20, timeout_ms=1500))
+
+
 def leave_behind_a_stopped_rank(rank: Rank) -> dict[str, Any]:
     """Rank 2 stops; rank 1 has seen that nothing comes from it, says nothing, and leaves; rank 0 is in a call."""
     os.environ.update({"EXPERTWIRE_LIVENESS": "heartbeat"})

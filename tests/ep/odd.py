@@ -174,3 +174,26 @@ def few_files(rank: Rank) -> tuple[list[Described], tuple[int, ...]]:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, most)
     return found, nodes
+
+
+def a_call_that_does_not_end(rank: Rank) -> tuple[Described, float]:
+    """Another thread has the Buffer and does not give it back: what `destroy` says, and when. Then it works."""
+    buffer = Buffer(rank.group, 1 << 20, timeout_ms=200)
+    taken, done = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with buffer._holding("a call"):
+            taken.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    taken.wait(30)
+    begin = time.monotonic()
+    said = caught(buffer.destroy)
+    took_s = time.monotonic() - begin
+    done.set()
+    thread.join()
+    round_trip(buffer, rank.rank)
+    buffer.destroy()
+    return said, took_s

@@ -214,6 +214,13 @@ def test_a_rank_without_descriptors_is_named_by_all_and_splits_no_node() -> None
         assert "rank 0" in other_message, other_message
 
 
+def test_destroy_waits_for_another_thread_by_a_deadline(world: World) -> None:
+    (kind, _, message), took_s = world.run(1, odd.a_call_that_does_not_end)[0]
+    assert kind == "DeadlineError"
+    assert "destroy waited 400 ms for the call of another thread to end" in message
+    assert took_s < 10
+
+
 def test_construction_compares_ranks(world: World) -> None:
     for kind, _, message in world.run(3, work.mismatched_construction):
         assert kind == "MismatchError"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +18,15 @@ from expertwire.ep import bootstrap
 from expertwire.ep.bootstrap import Launch, agree, launch_of, settings_for
 from expertwire.ep.neighbours import Door, Neighbour
 from expertwire.ep.processes import own_process
-from expertwire.errors import CapacityError, InvalidArgumentError, InvalidTypeError, MismatchError, StateError, UnavailableError
+from expertwire.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MismatchError,
+    StateError,
+    UnavailableError,
+)
 from expertwire.fabric.config import Settings
 from expertwire.fabric.discover import boot_id
 
@@ -203,3 +213,70 @@ def test_settings_take_what_the_caller_gave() -> None:
     assert (settings.provider, settings.timeout_ms, settings.hard_timeout()) == ("tcp", 1234, 2468)
     with pytest.raises(InvalidTypeError, match="provider must be a str, got 3"):
         settings_for(3, None)  # type: ignore[arg-type]
+
+
+class Deaf:
+    """A neighbour that has a door and never answers, as one that was stopped: the kernel takes the knock."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(b"\0expertwire-deaf-%d" % os.getpid())
+        self._socket.listen(8)
+        self.neighbour = Neighbour(3, own_process(boot_id()), f"expertwire-deaf-{os.getpid()}", bytes(32))
+
+    def __enter__(self) -> Neighbour:
+        return self.neighbour
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def test_neighbours_that_have_stopped_share_one_deadline_and_split_no_node() -> None:
+    with Door() as mine, Deaf() as deaf:
+        begin = time.monotonic()
+        for knock in (lambda: mine.prove(deaf, begin + 0.3), lambda: mine.prove(deaf, begin + 0.3)):
+            with pytest.raises(DeadlineError, match="rank 3 did not answer at its door in time"):
+                knock()
+        with (
+            pytest.raises(UnavailableError, match=r"rank 3 did not pass its memory's descriptors.*timed out"),
+            mine.regions_of(deaf, begin),
+        ):
+            pass
+        assert time.monotonic() - begin < 5
+
+
+def test_a_door_closes_with_a_visitor_that_has_stopped() -> None:
+    with Door() as door:
+        visitor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        visitor.connect("\0" + door.name)
+        visitor.sendall(door.secret[:5])
+        while door._visitor is None:
+            time.sleep(0.001)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 5, "its patience is 30 s"
+    visitor.close()
+
+
+def test_a_neighbours_patience_is_what_is_left_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that stops once its door is known keeps the others for the deadline of a Buffer, and no step beyond that of a shrink."""
+    asked: list[float] = []
+
+    class Noted(Door):
+        def prove(self, neighbour: Neighbour, until_s: float | None = None) -> bool:
+            assert until_s is not None
+            asked.append(until_s - time.monotonic())
+            return super().prove(neighbour, until_s)
+
+    def far_enough(*_: object) -> Any:
+        raise UnavailableError("far enough")
+
+    def work(launch: Launch) -> Any:
+        launch = replace(launch, until_s=time.monotonic() + (1 if launch.rank == 1 else 50))
+        return bootstrap.connect(launch, Settings(provider="local", timeout_ms=9000), [0, 0, 0], {}, far_enough, lambda _: 0)
+
+    monkeypatch.setattr(bootstrap, "Door", Noted)
+    assert all("far enough" in str(error) for error in Ranks(3).run(work))
+    short, *longer = sorted(asked)
+    assert short <= 1
+    assert len(longer) == 2
+    assert all(1 < one <= 9 for one in longer)

@@ -86,7 +86,19 @@ def test_a_rank_killed_in_the_bootstrap_keeps_nobody(doomed: World, victim: int)
     for rank, (returned, what) in answers.items():
         assert returned, f"rank {rank}: {what}"
         assert what["error"][0] in ("PeerError", "DeadlineError"), what["error"]
+        assert f"rank {victim} has not come to it" in what["error"][2], what["error"]
         assert what["seen_s"] < SEEN_S
+
+
+@pytest.mark.parametrize("absent", [(2,), (0, 3)], ids=str)
+def test_who_does_not_come_to_a_construction_is_named(doomed: World, absent: tuple[int, ...]) -> None:
+    doomed.start(4, failing.who_does_not_come, absent)
+    for rank, (returned, what) in doomed.finish(60).items():
+        assert returned, what
+        if rank not in absent:
+            assert what[0] == "DeadlineError"
+            who = f"ranks {list(absent)} have" if len(absent) > 1 else f"rank {absent[0]} has"
+            assert f"rank {rank}: making a Buffer, {who} not come to it within 1500 ms" in what[2]
 
 
 def test_a_rank_that_leaves_is_not_named_for_one_that_is_silent() -> None:

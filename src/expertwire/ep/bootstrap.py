@@ -1,18 +1,19 @@
 """How the ranks of a Buffer find each other: settings compared, nodes proved, addresses and descriptors passed.
 
-Only `all_gather_object` of the group is needed (gloo is enough), and nothing after construction uses the group: its store may die with
-rank 0. Rank and size come from the group alone. LOCAL_RANK, RANK and WORLD_SIZE are never read: under node-local launchers every worker may
-inherit `LOCAL_RANK=0`, and a group may be smaller than the world.
+Only `all_gather_object` of the group is needed; gloo is enough, whose messages also tell who has not come. Nothing after construction uses
+the group: its store may die with rank 0. Rank and size come from the group alone. LOCAL_RANK, RANK and WORLD_SIZE are never read: under
+node-local launchers every worker may inherit `LOCAL_RANK=0`, and a group may be smaller than the world.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 import expertwire
 from expertwire.ep.layout import check_node_table
-from expertwire.ep.neighbours import Door, Neighbour
+from expertwire.ep.neighbours import STEP_S, Door, Neighbour
 from expertwire.ep.processes import Process, own_process
 from expertwire.errors import (
     CapacityError,
@@ -41,15 +42,20 @@ if TYPE_CHECKING:
     from expertwire.fabric.native import Context
 
 Value = TypeVar("Value")
+_COMING_S = 1.0  # for the others to come to a step that one has ended in: the first who notices would name all that are slower
+_LOOK_S = 0.01
+_ROLL_TAG = 0x45_57_52  # of our own: a caller's messages over the same group have others
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Who this rank is, and one collective: `all_gather(object)` gives each rank's object, by rank."""
+    """Who this rank is, and one collective: `all_gather(object)` gives each rank's object, by rank. After `until_s` on the monotonic clock
+    nobody waits any more."""
 
     rank: int
     size: int
     all_gather: Callable[[Any], list[Any]]
+    until_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -99,17 +105,59 @@ def launch_of(group: object, comm: object = None, timeout_ms: int = 100_000) -> 
 
     def all_gather(mine: Any) -> list[Any]:
         begin = time.monotonic()
+        roll = _Roll(group, rank, size) if dist.get_backend(group) == "gloo" else None
         try:
-            return _gather(group, size, mine, timeout_ms)
+            answers = _gather(group, size, mine, timeout_ms)
+            if roll is not None:
+                roll.close(timeout_ms)
+            return answers
         except RuntimeError as error:
-            if time.monotonic() - begin >= timeout_ms / 1000:
+            late = time.monotonic() - begin >= timeout_ms / 1000
+            absent = [] if roll is None else roll.absent(0 if late else _COMING_S)
+            who = f"ranks {absent} have" if len(absent) > 1 else f"rank {absent[0]} has" if absent else "a rank has"
+            if late:
                 raise DeadlineError(
-                    f"rank {rank}: making a Buffer, a rank of the group did not answer within {timeout_ms} ms; "
+                    f"rank {rank}: making a Buffer, {who} not come to it within {timeout_ms} ms; "
                     f"it is elsewhere, or a rank has ended and another one that noticed gave up: {error}"
                 ) from error
-            raise PeerError(f"rank {rank}: making a Buffer, the group failed, as it does when one of its ranks ends: {error}") from error
+            raise PeerError(
+                f"rank {rank}: making a Buffer, {who} not come to it, and the group failed, as it does when one of its ranks ends: {error}",
+                absent[0] if len(absent) == 1 else -1,
+            ) from error
 
     return Launch(rank, size, all_gather)
+
+
+class _Roll:
+    """Who has come to a step: beside the collective, which only knows that somebody has not, each rank says so to each."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self._words = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        self._words[rank] = 1
+        self._under_way: list[dist.Work | None] = []
+        word = torch.ones(1, dtype=torch.uint8, device="cpu")
+        for other in range(size):
+            if other != rank:
+                name = dist.get_global_rank(group, other)
+                with suppress(RuntimeError):  # it has ended, and has not said anything
+                    self._under_way.append(dist.irecv(self._words[other : other + 1], name, group, _ROLL_TAG))
+                    self._under_way.append(dist.isend(word, name, group, _ROLL_TAG))
+
+    def close(self, timeout_ms: int) -> None:
+        """All have come: what they said arrives, if it has not yet."""
+        for work in self._under_way:
+            assert work is not None  # as it would be in a process that is no member
+            work.wait(timedelta(milliseconds=timeout_ms))
+
+    def absent(self, coming_s: float) -> list[int]:
+        """Those that were not heard, once only one is left of them, or that time has passed. Looks only: a receive whose wait runs out of
+        time ends the connections of the whole group."""
+        until_s = time.monotonic() + coming_s
+        while True:
+            missing = [rank for rank, word in enumerate(self._words.tolist()) if not word]
+            if len(missing) <= 1 or time.monotonic() >= until_s:
+                return missing
+            time.sleep(_LOOK_S)
 
 
 def _gather(group: dist.ProcessGroup, size: int, mine: Any, timeout_ms: int) -> list[Any]:
@@ -216,7 +264,9 @@ def _given_table(launch: Launch, settings: Settings, node_of: Sequence[object] |
     return None
 
 
-def _proved_nodes(launch: Launch, door: Door, others: Sequence[Neighbour], table: tuple[int, ...] | None) -> tuple[int, ...]:
+def _proved_nodes(
+    launch: Launch, door: Door, step_ends: Callable[[], float], others: Sequence[Neighbour], table: tuple[int, ...] | None
+) -> tuple[int, ...]:
     """Nodes by mapping a probe region for each pair; a table that was given must be proved where it puts ranks together."""
     me = others[launch.rank]
 
@@ -225,7 +275,8 @@ def _proved_nodes(launch: Launch, door: Door, others: Sequence[Neighbour], table
             peer.rank < launch.rank and peer.process.boot == me.process.boot and (table is None or table[peer.rank] == table[launch.rank])
             for peer in others
         ]
-        return [want and door.prove(peer) for want, peer in zip(wanted, others, strict=True)]
+        until_s = step_ends()
+        return [want and door.prove(peer, until_s) for want, peer in zip(wanted, others, strict=True)]
 
     rows = together(launch, prove)
     pairs = [[i == j or rows[max(i, j)][min(i, j)] for j in range(launch.size)] for i in range(launch.size)]
@@ -248,23 +299,29 @@ def connect(
     facts: Mapping[str, str],
     build: Callable[[tuple[int, ...], Settings, int], Context],
     needed_bytes: Callable[[tuple[int, ...]], int],
-    patience_s: float | None = None,
+    patience_s: float = STEP_S,
 ) -> Wiring:
     """Compare settings and facts, prove nodes, let `build(node_of, settings, hosts)` make a context with its regions, and wire it.
-    `needed_bytes(node_of)` says first how much that will allocate. `patience_s`: how long a rank of the node has to answer at its door.
+    `needed_bytes(node_of)` says first how much that will allocate. `patience_s`: how long the ranks of the node have to answer
+    at their doors, all of them together.
 
     Collective. A failure on any rank is raised on all of them.
     """
+    patience_s = min(patience_s, settings.timeout_ms / 1000)
+
+    def step_ends() -> float:
+        return min(time.monotonic() + patience_s, launch.until_s)
+
     with ExitStack() as held:
         doors: list[Door] = []
 
         def open_door() -> Door:
-            doors.append(held.enter_context(Door() if patience_s is None else Door(patience_s)))
+            doors.append(held.enter_context(Door(patience_s)))
             return doors[0]
 
         table, neighbours = _meet(launch, open_door, settings, node_of, facts)
         door = doors[0]
-        nodes = _proved_nodes(launch, door, neighbours, table)
+        nodes = _proved_nodes(launch, door, step_ends, neighbours, table)
         hosts = len({one.process.boot for one in neighbours})
         plans = together(launch, lambda: (_choose_provider(settings, nodes, hosts), memory_of(needed_bytes(nodes))))
         providers = [name for name, _ in plans]
@@ -281,7 +338,7 @@ def connect(
             blobs = together(launch, build_mine)
             context = made[0]
             door.open_regions({name: context.region_fd(context.region(name)) for name in context.region_names()})
-            together(launch, lambda: _reach(launch.rank, context, blobs, door, neighbours, nodes))
+            together(launch, lambda: _reach(launch.rank, context, blobs, door, step_ends(), neighbours, nodes))
             together(launch, context.start)  # nobody sends before all have started
         except BaseException:
             for context in made:
@@ -328,13 +385,19 @@ def _choose_provider(settings: Settings, nodes: tuple[int, ...], hosts: int) -> 
 
 
 def _reach(
-    rank: int, context: Context, blobs: Sequence[bytes], door: Door, neighbours: Sequence[Neighbour], nodes: tuple[int, ...]
+    rank: int,
+    context: Context,
+    blobs: Sequence[bytes],
+    door: Door,
+    until_s: float,
+    neighbours: Sequence[Neighbour],
+    nodes: tuple[int, ...],
 ) -> None:
     for peer, blob in enumerate(blobs):
         if peer == rank:
             continue
         context.add_peer(peer, blob)
         if nodes[peer] == nodes[rank]:
-            with door.regions_of(neighbours[peer]) as descriptors:
+            with door.regions_of(neighbours[peer], until_s) as descriptors:
                 for name, descriptor in descriptors.items():
                     context.map_peer(peer, name, descriptor)

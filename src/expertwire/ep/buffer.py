@@ -106,8 +106,8 @@ class Buffer(LowLatencyOperations, Renewal):
         """Exchange settings over `group`, prove which ranks share memory, and allocate.
 
         Args:
-            group: a torch.distributed group (gloo is enough: only `all_gather_object` is used, and nothing after construction), or an
-                `expertwire.ep.bootstrap.Launch`.
+            group: a torch.distributed group (gloo is enough; of others only `all_gather_object` is used, and nothing after construction),
+                or an `expertwire.ep.bootstrap.Launch`.
             num_nvl_bytes: bytes of the data region, which holds received rows and combine inputs. 0: 256 MiB, or, with low_latency_mode,
                 as good as nothing: then the other mode is not wanted.
             num_rdma_bytes: most bytes for the rings to and from ranks of other nodes. 0: what they need for full speed. With
@@ -523,11 +523,11 @@ class Buffer(LowLatencyOperations, Renewal):
         """Release everything. Collective, and may be called again. Tensors that an operation returned stay valid.
 
         Waits for the other ranks only briefly: they may destroy their Buffers in another order. Of a failed Buffer it waits for nobody.
-        Waits for a call of another thread to end, which its deadline does. Within a call of this thread (from a signal handler) it returns
-        at once, and the Buffer is released when that call has ended.
+        Waits for a call of another thread to end, which its deadline does; if it does not, raises `DeadlineError`. Within a call of this
+        thread (from a signal handler) it returns at once, and the Buffer is released when that call has ended.
         """
         checks.not_forked(os.getpid(), self._pid)
-        with self._lock:
+        with self._locked("destroy"):
             was, self._state = self._state, State.destroyed
             if was is not State.destroyed and not self._within:
                 self.runtime.close(linger=was is State.live)
@@ -554,10 +554,7 @@ class Buffer(LowLatencyOperations, Renewal):
     def _holding(self, operation: str, states: tuple[State, ...] = (State.live,)) -> Iterator[None]:
         """The lock, of a Buffer in one of the states. Whatever fails meanwhile is the caller's alone: nothing was sent."""
         checks.not_forked(os.getpid(), self._pid)
-        patience_ms = 2 * self.runtime.timeout_ms
-        if not self._lock.acquire(timeout=patience_ms / 1000):
-            raise DeadlineError(f"rank {self.rank}: {operation} waited {patience_ms} ms for the call of another thread to end")
-        try:
+        with self._locked(operation):
             if self._within:
                 raise StateError(
                     f"rank {self.rank}: {operation} was called within {self._within} of the same thread, as a signal handler or a "
@@ -571,6 +568,14 @@ class Buffer(LowLatencyOperations, Renewal):
                 self._within = ""
                 if self._state is State.destroyed:  # from within
                     self.runtime.close(linger=False)
+
+    @contextmanager
+    def _locked(self, operation: str) -> Iterator[None]:
+        patience_ms = 2 * self.runtime.timeout_ms
+        if not self._lock.acquire(timeout=patience_ms / 1000):
+            raise DeadlineError(f"rank {self.rank}: {operation} waited {patience_ms} ms for the call of another thread to end")
+        try:
+            yield
         finally:
             self._lock.release()
 

@@ -14,16 +14,18 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 from expertwire.ep.processes import Process
-from expertwire.errors import UnavailableError
+from expertwire.errors import DeadlineError, UnavailableError
 
 _SECRET_BYTES = 32
-_STEP_S = 30.0  # a neighbour that does not answer for so long is no neighbour
+STEP_S = 30.0  # for all neighbours to answer at their doors
+_LEAST_S = 0.001  # 0 would not wait at all, which is another error
 _PROBE_BYTES = mmap.PAGESIZE
 _WORD = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
@@ -46,12 +48,15 @@ class Neighbour:
 class Door:
     """Serves this rank's descriptors while the ranks find each other, and knocks at the doors of others."""
 
-    def __init__(self, patience_s: float = _STEP_S) -> None:
+    def __init__(self, patience_s: float = STEP_S) -> None:
+        """`patience_s`: how long one visitor may take, and, unless told otherwise, a neighbour to answer."""
         self._patience_s = patience_s
         self.name = f"expertwire-{secrets.token_hex(16)}"
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         self._regions: dict[str, int] = {}
         self._regions_open = threading.Event()
+        self._lock = threading.Lock()  # of the two below
+        self._visitor: socket.socket | None = None
         self._closing = False
         with ExitStack() as undone:
             try:
@@ -73,7 +78,10 @@ class Door:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
-        self._closing = True
+        with self._lock:
+            self._closing = True
+            if self._visitor is not None:
+                _hang_up(self._visitor)  # it may be stopped, and would be waited for
         self._regions_open.set()
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._thread.join()
@@ -89,16 +97,21 @@ class Door:
 
     # ---- knocking
 
-    def prove(self, neighbour: Neighbour) -> bool:
-        """Whether this rank and the neighbour see the same bytes in a region of the neighbour's. Raises `UnavailableError` where only the
-        want of a descriptor, here or there, keeps them from it: such a rank would go by the network, and nobody would know why."""
+    def prove(self, neighbour: Neighbour, until_s: float | None = None) -> bool:
+        """Whether this rank and the neighbour see the same bytes in a region of the neighbour's; on the monotonic clock by `until_s`.
+
+        Raises `UnavailableError` where only the want of a descriptor, here or there, keeps them from it, and `DeadlineError` where it has a
+        door and does not answer: such a rank would go by the network, and nobody would know why.
+        """
         mark = secrets.randbits(64)
+        until_s = self._until(until_s)
         try:
-            knocked = self._knock(neighbour, _PROVE)
+            knocked = self._knock(neighbour, _PROVE, until_s)
         except OSError as error:
             return _not_near(neighbour, error)
         with closing(knocked) as door:
             try:
+                _limit(door, until_s)
                 word, descriptors, flags, _ = socket.recv_fds(door, 1, 1)
                 if flags & socket.MSG_CTRUNC:
                     raise OSError(errno.EMFILE, "its descriptor was cut off")
@@ -108,7 +121,7 @@ class Door:
                     with mmap.mmap(descriptors[0], _PROBE_BYTES) as probe:
                         _WORD.pack_into(probe, 0, mark)
                         door.sendall(_WORD.pack(mark))
-                        return _receive(door, 1) == b"Y"
+                        return _receive(door, 1, until_s) == b"Y"
                 finally:
                     os.close(descriptors[0])
             except ConnectionError as error:
@@ -119,12 +132,13 @@ class Door:
                 return _not_near(neighbour, error)
 
     @contextmanager
-    def regions_of(self, neighbour: Neighbour) -> Iterator[dict[str, int]]:
+    def regions_of(self, neighbour: Neighbour, until_s: float | None = None) -> Iterator[dict[str, int]]:
         """Descriptors of a neighbour's regions by name, closed afterwards."""
+        until_s = self._until(until_s)
         try:
-            with closing(self._knock(neighbour, _REGIONS)) as door:
-                (length,) = _LENGTH.unpack(_receive(door, _LENGTH.size))
-                names = json.loads(_receive(door, length))
+            with closing(self._knock(neighbour, _REGIONS, until_s)) as door:
+                (length,) = _LENGTH.unpack(_receive(door, _LENGTH.size, until_s))
+                names = json.loads(_receive(door, length, until_s))
                 _, descriptors, _, _ = socket.recv_fds(door, 1, _DESCRIPTORS_MAX)
         except OSError as error:
             raise UnavailableError(
@@ -140,10 +154,13 @@ class Door:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _knock(self, neighbour: Neighbour, request: bytes) -> socket.socket:
+    def _until(self, given_s: float | None = None) -> float:
+        return time.monotonic() + self._patience_s if given_s is None else given_s
+
+    def _knock(self, neighbour: Neighbour, request: bytes, until_s: float) -> socket.socket:
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            door.settimeout(self._patience_s)
+            _limit(door, until_s)
             door.connect("\0" + neighbour.door)
             door.sendall(neighbour.secret + request)
         except BaseException:
@@ -162,13 +179,17 @@ class Door:
                     return
                 continue
             with closing(visitor):
-                if self._closing:
-                    return
+                with self._lock:
+                    if self._closing:
+                        return
+                    self._visitor = visitor
                 try:
-                    visitor.settimeout(self._patience_s)
-                    self._answer(visitor)
+                    self._answer(visitor, self._until())
                 except OSError:
                     continue  # the visitor has gone; it sees the same and says so
+                finally:
+                    with self._lock:
+                        self._visitor = None
 
     def _turn_away(self) -> bool:
         """Who knocks while no descriptor is left sees the door shut, instead of waiting for an answer. Takes the spare one for it."""
@@ -183,13 +204,13 @@ class Door:
             return False
         return True
 
-    def _answer(self, visitor: socket.socket) -> None:
-        if not secrets.compare_digest(_receive(visitor, _SECRET_BYTES), self.secret):
+    def _answer(self, visitor: socket.socket, until_s: float) -> None:
+        if not secrets.compare_digest(_receive(visitor, _SECRET_BYTES, until_s), self.secret):
             return
-        request = _receive(visitor, 1)
+        request = _receive(visitor, 1, until_s)
         if request == _PROVE:
             socket.send_fds(visitor, [b"F"], [self._probe])
-            mark = _receive(visitor, _WORD.size)
+            mark = _receive(visitor, _WORD.size, until_s)
             with mmap.mmap(self._probe, _PROBE_BYTES) as probe:
                 visitor.sendall(b"Y" if probe[: _WORD.size] == mark else b"N")
         elif request == _REGIONS and self._regions_open.wait(self._patience_s):
@@ -203,15 +224,29 @@ def _advice(error: OSError) -> str:
 
 
 def _not_near(neighbour: Neighbour, error: OSError) -> bool:
-    """False: another host, namespace or user. Raises where only something that is short keeps the two apart."""
+    """False: another host, namespace or user. Raises where only something that is short keeps the two apart: descriptors, or time."""
+    if isinstance(error, TimeoutError):
+        raise DeadlineError(f"rank {neighbour.rank} did not answer at its door in time: it has stopped, or gets no core") from error
     if error.errno in _SHORTAGES:
         raise UnavailableError(f"rank {neighbour.rank} cannot be asked for its memory: {error}{_advice(error)}") from error
     return False
 
 
-def _receive(connection: socket.socket, length: int) -> bytes:
+def _limit(connection: socket.socket, until_s: float) -> None:
+    """What it does next may take what is left of the time."""
+    connection.settimeout(max(_LEAST_S, until_s - time.monotonic()))
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Whoever waits for it, in this process or the other, sees its end."""
+    with suppress(OSError):  # the other side was first
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _receive(connection: socket.socket, length: int, until_s: float) -> bytes:
     received = b""
     while len(received) < length:
+        _limit(connection, until_s)
         part = connection.recv(length - len(received))
         if not part:
             raise ConnectionError(f"closed after {len(received)} of {length} bytes")

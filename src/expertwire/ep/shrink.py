@@ -181,7 +181,7 @@ class Survivors:
                 raise _RoundOverError
             return [pickle.loads(self._shares.pop(key)) for key in keys]
 
-        return Launch(members.index(self.rank), len(members), all_gather)
+        return Launch(members.index(self.rank), len(members), all_gather, self._deadline)
 
     # ---- turns
 

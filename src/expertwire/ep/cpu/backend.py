@@ -22,6 +22,7 @@ from expertwire.ep.cpu.sizes import geometry_of, region_sizes
 from expertwire.ep.event import in_calling_thread
 from expertwire.ep.handle import Handle, Identity
 from expertwire.ep.layout import expert_bounds
+from expertwire.ep.neighbours import STEP_S
 from expertwire.ep.shrink import Survivors
 from expertwire.errors import ExcludedError, ExpertwireError, UnavailableError
 from expertwire.fabric.config import Settings
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 LINGER_MS = 1000  # how long a rank that leaves waits for the others to leave too
 CLOSE_MS = 2000
-RETIRE_MS = 100  # for what is on its way over a context that all survivors have left; that for a stopped rank never ends
-PATIENCE_S = 2.0  # for a neighbour to answer at its door while a Buffer shrinks: it may be dying
+RETIRE_MS = 100  # for what is on its way over a context that nobody needs any more; that for a stopped rank never ends
+PATIENCE_S = 5.0  # for all neighbours to answer at their doors while a Buffer shrinks: one may be dying
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class CpuBackend:
         sync_writes: bool | None = None,
         low_latency: bool = False,
         shrink: bool = False,
-        patience_s: float | None = None,
+        patience_s: float = STEP_S,
     ) -> CpuBackend:
         """Build this rank's part and wire it to the others. Collective.
 
@@ -317,13 +318,16 @@ class CpuBackend:
         return None if self._context.closed else self._survivors.excluded()
 
     def close(self, *, linger: bool) -> None:
-        """Tell the others that this rank leaves, and release everything but the memory under tensors that live."""
+        """Tell the others that this rank leaves, and release everything but the memory under tensors that live. Without `linger`, as after
+        a failure, nothing is waited for: what is on its way is of no use to anybody."""
         try:
             if linger and self._finalizer.alive:
                 self._context.barrier(min(self.timeout_ms, LINGER_MS))
         except ExpertwireError:
             pass  # the others leave later, in another order, or are dead: nothing here depends on them any more
         finally:
+            if not linger and self._finalizer.alive:
+                self._context.close(RETIRE_MS)
             self._finalizer()
 
     def _exchange_rows(self, sent: Payload, routing: Routing | None, handle: Handle | None) -> _Landed:
