@@ -106,6 +106,7 @@ void Liveness::tick(TimeNs now) {
     };
     for (std::uint32_t rank = 0; rank < peers_.size(); ++rank) {
         Peer& peer = peers_[rank];
+        look_for_the_end(peer);
         if (!open(peer)) continue;
         peer.changed_ns = std::min(now, peer.changed_ns + excused);
         if (peer.state == PeerState::suspected) peer.suspected_ns = std::min(now, peer.suspected_ns + excused);
@@ -149,17 +150,22 @@ void Liveness::look_for_us(std::uint32_t rank, Peer& peer) {
     declare_dead(options_.rank, static_cast<std::int32_t>(rank), "rank " + std::to_string(rank) + " has removed it");
 }
 
+// Also of one that was held dead before, for its silence or for what failed: until then it might have woken up.
+void Liveness::look_for_the_end(Peer& peer) {
+    if (peer.pidfd.get() < 0 || !exited(peer.pidfd.get())) return;
+    peer.pidfd.reset();
+    peer.exited = true;
+}
+
 void Liveness::look_at(std::uint32_t rank, Peer& peer, TimeNs now) {
     hear(rank, peer, now);
     if (peer.state != PeerState::watched) return;
-    if (peer.pidfd.get() >= 0) {
-        if (!exited(peer.pidfd.get())) return;
-        peer.pidfd.reset();
-        peer.exited = true;
+    if (peer.exited) {
         peer.final_word = peer.theirs.present();
         suspect_locked(peer, "its process has exited", now, now);
         return;
     }
+    if (peer.pidfd.get() >= 0) return;
     const TimeNs limit = peer.last_heartbeat == 0 ? first_heartbeat_factor * options_.silence_ns : options_.silence_ns;
     const TimeNs silent = now - std::min(now, peer.changed_ns);
     if (silent >= limit)

@@ -121,6 +121,7 @@ class Liveness {
         std::string why;
     };
 
+    void look_for_the_end(Peer& peer);
     void look_at(std::uint32_t rank, Peer& peer, TimeNs now);
     void hear(std::uint32_t rank, Peer& peer, TimeNs now);
     void look_for_us(std::uint32_t rank, Peer& peer);

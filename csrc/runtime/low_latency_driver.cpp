@@ -33,7 +33,8 @@ std::string seconds(TimeNs ns) {
 LowLatencyDriver::LowLatencyDriver(Context& context, const exchange::LowLatencyShape& shape, bool shrink)
     : ContextPort(context, shape.rank, shape.nodes, {"ll_control", nullptr, "ll_data"}),
       shrink_(shrink),
-      exchange_(shape, *this, data_bytes_) {
+      exchange_(shape, *this, data_bytes_),
+      ended_for_(shape.nodes.ranks(), 0) {
     const exchange::LowLatencyLayout layout(shape.nodes.ranks(), shape.local_experts_max);
     for (std::uint32_t rank = 0; rank < shape.nodes.ranks(); ++rank) {
         require_region(rank, "ll_control", layout.control_bytes());

@@ -64,8 +64,10 @@ class LowLatencyDriver final : public ContextPort {
     const bool shrink_;
     exchange::LowLatency exchange_;
     StallWatch stall_;
-    TimeNs look_ns_ = 0;        // when to look for the dead and the gone, next
-    TimeNs gone_since_ns_ = 0;  // since when one has been seen that this call still needs; 0: none
+    TimeNs look_ns_ = 0;             // when to look for the dead and the gone, next
+    TimeNs looked_ns_ = 0;           // for late rows, last
+    std::vector<TimeNs> ended_for_;  // [ranks]: how long it has been looked at since it ended
+    TimeNs gone_since_ns_ = 0;       // since when one has been seen that this call still needs; 0: none
     std::string broken_;
     std::vector<std::uint64_t> words_;  // scratch: what each rank is told
     std::vector<std::uint64_t> published_;

@@ -15,6 +15,7 @@ constexpr TimeNs kSliceNs = 5'000'000;      // between two looks at what others 
 constexpr TimeNs kTokenNs = 500'000'000;    // for the progress token
 constexpr TimeNs kPartNs = 500'000'000;     // for rows of earlier calls to reach who is masked by hand
 constexpr TimeNs kQuietNs = 2'000'000'000;  // for rows of an old call to end, where somebody comes back
+constexpr TimeNs kLastNs = 1'000'000'000;   // for what a process had handed to its kernel to come behind its end
 
 std::string names(const std::vector<std::uint32_t>& ranks) {
     std::string text = ranks.size() == 1 ? "rank " : "ranks ";
@@ -67,17 +68,24 @@ void LowLatencyDriver::refuse_if_left_out(const std::string& what, std::uint64_t
     throw Failure(FailureKind::excluded, text, static_cast<std::int32_t>(others.front()));
 }
 
-// Its rows of an old call may come at any time: it may wake up, and does not know yet that it is out.
+// Its rows of an old call may come at any time: it may wake up, and does not know yet that it is out. Also behind its
+// end or its farewell, until this rank, which takes them, has had some time of its own for that.
 exchange::LowLatency::LateRows LowLatencyDriver::late_rows(std::uint32_t rank) const {
     using LateRows = exchange::LowLatency::LateRows;
-    if (context_.ended(rank)) return LateRows::never;
+    if (context_.ended(rank)) return ended_for_[rank] < kLastNs ? LateRows::may_come : LateRows::never;
     const auto told = exchange::LowLatencyWord::of(context_.low_latency_told(rank), exchange_.epoch());
     return told.told == exchange::LowLatencyTold::left_out_quiet ? LateRows::none : LateRows::may_come;
 }
 
 void LowLatencyDriver::look_for_late_rows() {
-    for (std::uint32_t rank = 0; rank < exchange_.nodes().ranks(); ++rank)
-        if (exchange_.masked(rank)) exchange_.set_late_rows(rank, late_rows(rank));
+    const TimeNs now = now_ns();
+    const TimeNs passed = awake_ns(looked_ns_, now);
+    looked_ns_ = now;
+    for (std::uint32_t rank = 0; rank < exchange_.nodes().ranks(); ++rank) {
+        if (!exchange_.masked(rank)) continue;
+        if (context_.ended(rank)) ended_for_[rank] += passed;
+        exchange_.set_late_rows(rank, late_rows(rank));
+    }
 }
 
 bool LowLatencyDriver::wait_until(const std::function<bool()>& there, TimeNs deadline_ns,

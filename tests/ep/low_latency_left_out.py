@@ -20,7 +20,7 @@ from ep.low_latency_odd import PLAIN, check, inputs, open_buffer, send
 from ep.low_latency_work import Case, run_case
 from ep.work import Described, caught, described
 from expertwire.ep import Buffer
-from expertwire.errors import ExcludedError
+from expertwire.errors import ExcludedError, StateError
 from harness import Rank
 
 WIDE = Case(experts=16, tokens_max=32, hidden=4096)  # its send takes long enough to be stopped in
@@ -192,3 +192,28 @@ def go_on_without(rank: Rank, buffer: Any, victim: int, pid: int) -> dict[str, A
     for seed in range(3, 12):  # it wakes up among these, and its rows come
         run_case(rank, buffer, replace(WIDE, seed=seed), masked)
     return out
+
+
+def ended_and_moved(rank: Rank, node_of: Sequence[int], provider: str, victim: int) -> dict[str, Any]:
+    """One rank is killed; the other one goes on without it, and wants another shape at each call: what it is told, and for how long."""
+    buffer = open_buffer(rank, node_of, (PLAIN, WIDE), enable_shrink=True, timeout_ms=20_000, provider=provider)
+    run_case(rank, buffer, WIDE)
+    dist.barrier(rank.group)
+    if rank.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    status = torch.zeros(rank.size, dtype=torch.int32)
+    while not status[victim]:
+        send(buffer, rank, WIDE)[4]()
+        buffer.low_latency_query_mask_buffer(status)
+    begin = time.monotonic()
+    told: list[Described] = []
+    while time.monotonic() < begin + 30:
+        try:
+            send(buffer, rank, PLAIN)[4]()
+            break
+        except StateError as error:
+            told.append(described(error))
+            send(buffer, rank, WIDE)[4]()
+    kept_s = time.monotonic() - begin
+    buffer.destroy()
+    return {"told": told, "kept_s": kept_s}

@@ -71,3 +71,21 @@ def test_rows_on_their_way_at_a_mask_are_right_or_never_told_of(world: World) ->
     kind, _, message = error
     assert kind == "ExcludedError", message
     assert re.search(r"left this rank out of call 1\b", message)
+
+
+def test_a_rank_that_has_ended_keeps_the_shape_until_what_it_had_sent_has_come() -> None:
+    """Its kernel still delivers. Two calls take far less than that may."""
+    own = World(2)
+    try:
+        own.start(2, ranks.ended_and_moved, (0, 1), "tcp", 1)
+        returned, what = own.finish(60, without=[1])[0]
+    finally:
+        own.close()
+    assert returned, what
+    *first, _, last = what["told"]
+    assert first
+    for kind, _, message in first:
+        assert kind == "StateError"
+        assert "rank 1 is left out but may still write rows" in message
+    assert "rank 1 is left out and may have written over rows" in last[2]
+    assert 0.9 < what["kept_s"] < 25
