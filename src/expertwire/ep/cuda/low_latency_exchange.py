@@ -230,6 +230,7 @@ class LowLatencyExchange:
             ALIGN_OUT=alignment_of(shape.row_bytes),
             AWAIT=not hook,
             num_warps=self.tuning.send_warps,
+            maxnreg=128,  # of 65,536 for two programs of 8 warps on a multiprocessor; left alone it takes 159, and spills none at 128
         )
         return made
 

@@ -11,7 +11,7 @@ ep/reference.py, where all ranks are of the home's node.
 import triton
 import triton.language as tl
 
-from expertwire.ep.kernels.words import ABORT, M_STATUS, META, T_WEIGHTS, T_X, control_of, finish, ints_at, kernel, meta_of, typed
+from expertwire.ep.kernels.words import ABORT, M_STATUS, META, T_WEIGHTS, T_X, control_of, finish, ints_at, kernel, look, meta_of, typed
 
 QUIET_NAN = tl.constexpr(0x7FC0)
 
@@ -106,12 +106,13 @@ def combine(
     KP: tl.constexpr,
 ):
     """Addresses. positions: i32[T, R] of the dispatch; out: bf16[T, HIDDEN]; weights_out: f32[T, TOPK], 0: none; biases [T, HIDDEN]."""
-    good = tl.load(control_of(state) + ABORT) == 0
-    if good & (tl.load(meta_of(state) + M_STATUS) == 0):
-        for group in range(tl.program_id(0), tl.cdiv(tokens, GROUP), tl.num_programs(0)):
-            first = group * GROUP
-            if TOPK > 0:
-                sum_weights(state, positions, weights_out, first, tokens, R, GROUP, TOPK, KP)
-            for one in range(first, tl.minimum(first + GROUP, tokens)):
-                sum_row(state, positions, out, bias0, bias1, one, R, HIDDEN, BLOCK, ALIGN, BIASES)
+    gone = look(control_of(state) + ABORT) | tl.load(meta_of(state) + M_STATUS)
+    # No group then; no branch around the loop, behind which ptxas leaves half of a row's loads until the others have come.
+    begin = tl.program_id(0) + tl.where(gone == 0, 0, tl.cdiv(tokens, GROUP))
+    for group in range(begin, tl.cdiv(tokens, GROUP), tl.num_programs(0)):
+        first = group * GROUP
+        if TOPK > 0:
+            sum_weights(state, positions, weights_out, first, tokens, R, GROUP, TOPK, KP)
+        for one in range(first, tl.minimum(first + GROUP, tokens)):
+            sum_row(state, positions, out, bias0, bias1, one, R, HIDDEN, BLOCK, ALIGN, BIASES)
     finish(state, R, RP)

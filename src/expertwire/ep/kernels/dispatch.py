@@ -29,6 +29,7 @@ from expertwire.ep.kernels.words import (
     finish,
     ints_at,
     kernel,
+    look,
     meta_of,
     rank_of,
     typed,
@@ -195,7 +196,7 @@ def dispatch(
 ):
     """Addresses. x: rows [T, ROW] of UNIT; scales: [T, SCALES] of four bytes, strides `down` and `across`; positions i32[T, R]: out where
     FRESH, else of the dispatch that is repeated, and then rows and scales alone are sent; blank: see `receive_nothing`."""
-    good = (tl.load(control_of(state) + ABORT) == 0) & (tl.load(meta_of(state) + M_STATUS) == 0)
+    good = (look(control_of(state) + ABORT) == 0) & (tl.load(meta_of(state) + M_STATUS) == 0)
     if good:
         for group in range(tl.program_id(0), tl.cdiv(tokens, GROUP), tl.num_programs(0)):
             first = group * GROUP

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from expertwire.ep.kernels.combine import round_bf16
 from expertwire.ep.kernels.low_latency_return import WHERE
-from expertwire.ep.kernels.low_latency_words import C_EPOCH, C_STATUS, CALL, S_ABORTED, consume, data_at, is_last
-from expertwire.ep.kernels.words import kernel, rank_of, typed, words_at
+from expertwire.ep.kernels.low_latency_words import C_EPOCH, C_STATUS, CALL, S_ABORTED, consume, data_at
+from expertwire.ep.kernels.words import is_last, kernel, rank_of, typed, words_at
 
 
 @triton.jit

@@ -31,9 +31,8 @@ from expertwire.ep.kernels.low_latency_words import (
     dispatch_block,
     first_expert,
     gate,
-    is_last,
     masked_word,
-    next_epoch,
+    next_call,
     owner,
     record_word,
     rows_limit,
@@ -41,7 +40,7 @@ from expertwire.ep.kernels.low_latency_words import (
     wrong_routing,
 )
 from expertwire.ep.kernels.quantise import pack_exponents, quantise
-from expertwire.ep.kernels.words import control_of, ints_at, kernel, rank_of, typed, words_at
+from expertwire.ep.kernels.words import control_of, ints_at, is_last, kernel, rank_of, typed, words_at
 
 FORMAT_BF16, FORMAT_FP8, FORMAT_ROUND, FORMAT_UE8M0 = (tl.constexpr(n) for n in range(4))
 
@@ -242,9 +241,9 @@ def low_latency_dispatch(
 ):
     """Addresses. x: bf16[T, HIDDEN], contiguous; ids [T, TOPK]; call, places, targets, counts: see above. With AWAIT the last program also
     does what `low_latency_await_dispatch` does, whose outputs follow."""
-    epoch = next_epoch(state)
+    epoch, going = next_call(state)
     third = epoch % 3
-    if aborted(state) == 0:
+    if going:
         for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
             find_places(
                 state, third, ids, places, targets, token, tokens, tokens_max, experts, R, TOPK, KP, ID, CHUNK // KP, ROW_BYTES, WORDS

@@ -16,12 +16,11 @@ from expertwire.ep.kernels.low_latency_words import (
     consume,
     data_at,
     dispatch_block,
-    is_last,
     owned,
     rows_limit,
     scales_at,
 )
-from expertwire.ep.kernels.words import ints_at, kernel, rank_of, typed, words_at
+from expertwire.ep.kernels.words import ints_at, is_last, kernel, rank_of, typed, words_at
 
 
 @triton.jit

@@ -24,14 +24,13 @@ from expertwire.ep.kernels.low_latency_words import (
     combine_block,
     data_at,
     gate,
-    is_last,
-    next_epoch,
+    next_call,
     owner,
     rows_limit,
     say_status,
     wrong_routing,
 )
-from expertwire.ep.kernels.words import ints_at, kernel, rank_of, typed, words_at
+from expertwire.ep.kernels.words import ints_at, is_last, kernel, rank_of, typed, words_at
 
 WHERE = tl.constexpr(1 << 44)  # a row's place, in bytes of a third, is below; its rank above
 
@@ -119,12 +118,12 @@ def low_latency_return(
 ):
     """Addresses. routed, origins, places: what the dispatch left (its call, `low_latency_pack`, `low_latency_dispatch`); x bf16[E_l, R·M,
     HIDDEN]; found i64[T, K] and kept f32[T, K]: for the sum. With AWAIT the last program also waits for the others' rows."""
-    epoch = next_epoch(state)
+    epoch, going = next_call(state)
     me = rank_of(state)
     lane = tl.arange(0, RP)
     came = tl.load(words_at(routed) + CALL + lane, mask=lane < R, other=0, cache_modifier=".cg")
     rows = tl.where(alive_lanes(state, R, RP) == 1, came, 0)
-    if aborted(state) == 0:
+    if going:
         limit = rows_limit(me, tokens_max, experts, R, TOPK)
         ends = tl.cumsum((rows + GROUP - 1) // GROUP, axis=0)
         for tile in range(tl.program_id(0), tl.max(ends), tl.num_programs(0)):

@@ -16,18 +16,23 @@ import triton.language as tl
 from expertwire.ep.kernels.clock import now, pause
 from expertwire.ep.kernels.words import (
     ABORT,
+    CLOCK,
     EPOCH,
     F_STATUS,
     FIRST,
     PHASE_TWO,
     STATE,
     STATE_DEADLINE,
-    TICKET,
     control_of,
     give_up,
+    look,
+    look_at_all,
+    look_at_own,
+    note_status,
     note_told,
     rank_of,
     record_of,
+    waited,
     words_at,
 )
 
@@ -159,40 +164,23 @@ def combine_block(rank, tokens_max, experts, R: tl.constexpr, TOPK: tl.constexpr
 
 
 @triton.jit
-def next_epoch(state):
-    """Number of the call that is being sent. The last program makes it so."""
-    return tl.load(control_of(state) + EPOCH, cache_modifier=".cg") + 1
+def next_call(state):
+    """Number of the call that is being sent, which the last program makes so, and whether nobody has given up."""
+    epoch, _, gone = look_at_own(state, 0)
+    return epoch + 1, gone == 0
 
 
 @triton.jit
 def aborted(state):
     """Whether somebody gave up."""
-    return tl.load(control_of(state) + ABORT, cache_modifier=".cg") != 0
-
-
-@triton.jit
-def is_last(state):
-    """The end of every program of a kernel that moves rows: whether it is the last one to end."""
-    tl.debug_barrier()
-    before = tl.atomic_add(control_of(state) + TICKET, 1, sem="acq_rel", scope="sys")
-    last = before == tl.num_programs(0) - 1
-    if last:
-        tl.store(control_of(state) + TICKET, before * 0)
-    tl.debug_barrier()
-    return last
+    return look(control_of(state) + ABORT) != 0
 
 
 @triton.jit
 def say_status(state, call, status, peer, want, got):
     """A call that moves no rows says why: to its own kernels, and, unless something else is said there already, to the host."""
     tl.store(words_at(call) + C_STATUS, status)
-    note = record_of(state) + F_STATUS
-    if tl.load(note) == 0:
-        tl.store(note + 1, peer)
-        tl.store(note + 2, want)
-        tl.store(note + 3, got)
-        tl.debug_barrier()
-        tl.store(note, status)
+    note_status(record_of(state) + F_STATUS, status, peer, want, got)
 
 
 @triton.jit
@@ -219,8 +207,7 @@ def announce(
 ):
     """Everything is sent: headers and the news to every rank, and this call is begun. rows [RP]: how many went to each."""
     words = control_of(state)
-    begun = tl.load(words + EPOCH, cache_modifier=".cg")
-    tl.debug_barrier()  # every warp has loaded it: one that saw the store below would give up by itself, and wait at other barriers
+    begun = look(words + EPOCH)
     if begun + 1 != epoch:
         give_up(state, PHASE_TWO, rank_of(state), epoch, begun, epoch, R, RP)
     tl.store(words + EPOCH, epoch)
@@ -261,21 +248,23 @@ def consume(state, epoch, R: tl.constexpr, RP: tl.constexpr):
 def await_words(state, phase, first, want, waits, R: tl.constexpr, RP: tl.constexpr):
     """Wait until word `first` + r of every rank r that is not masked has reached `want`: 1. Whoever is late at the deadline is masked,
     where that is wished; else this rank gives up: 0, as where another has. waits i64[R]: nanoseconds are added; 0: nobody asked."""
-    lane = tl.arange(0, 2 * RP)
+    lane = tl.arange(0, 4 * RP)
     words = control_of(state)
     masked = tl.load(words + masked_word(R) + lane, mask=lane < R, other=1, cache_modifier=".cg")
     needed = (masked == 0) & (lane < R)
-    place = words + tl.where(lane < R, first + lane, ABORT)
+    place = words + tl.where(lane < R, first + lane, tl.where(lane == R, ABORT, CLOCK))
     deadline_ns = tl.load(words_at(state) + STATE_DEADLINE)
-    begin = now()
+    entered = now()
+    begin = want * 0
+    time = want * 0
+    looks = 0
     cost = lane.to(tl.int64) * 0 - 1
     going = 1
     good = 0
     while going == 1:
-        seen = tl.atomic_add(place, 0, mask=needed | (lane == R), sem="acquire", scope="sys")
+        seen = look_at_all(place, lane, needed | (lane == R), time, R)
         late = needed & (seen < want)
-        spent = now() - begin
-        cost = tl.where(needed & (seen >= want) & (cost < 0), spent, cost)
+        cost = tl.where(needed & (seen >= want) & (cost < 0), now() - entered, cost)
         gone = tl.sum(tl.where(lane == R, seen, 0))
         if gone != 0:
             going = 0
@@ -283,16 +272,21 @@ def await_words(state, phase, first, want, waits, R: tl.constexpr, RP: tl.conste
         elif tl.sum(late.to(tl.int32)) == 0:
             good = 1
             going = 0
-        elif spent > deadline_ns:
-            going = 0
-            if tl.load(words_at(state) + STATE_SHRINK) != 0:
-                tl.store(words + masked_word(R) + lane, lane.to(tl.int64) * 0 + 1, mask=late)
-                good = 1
-            else:
-                peer = tl.min(tl.where(late, lane, R))
-                give_up(state, phase, peer, want, tl.sum(tl.where(lane == peer, seen, 0)), want, R, RP)
         else:
-            pause()
+            clock = tl.sum(tl.where(lane == R + 1, seen, 0))
+            begin = waited(clock, looks, begin)
+            time = now()
+            looks += 1
+            if clock - begin <= deadline_ns:
+                pause()
+            else:
+                going = 0
+                if tl.load(words_at(state) + STATE_SHRINK) != 0:
+                    tl.store(words + masked_word(R) + lane, lane.to(tl.int64) * 0 + 1, mask=late)
+                    good = 1
+                else:
+                    peer = tl.min(tl.where(late, lane, R))
+                    give_up(state, phase, peer, want, tl.sum(tl.where(lane == peer, seen, 0)), want, R, RP)
     if waits != 0:
         told = needed & (cost >= 0)
         total = words_at(waits) + lane
@@ -329,9 +323,9 @@ def agree(state, call, epoch, R: tl.constexpr, RP: tl.constexpr):
 def await_call(state, call, epoch, waits, R: tl.constexpr, RP: tl.constexpr):
     """Wait for what everybody sends in a call. Returns its status, 0 for good, which is noted."""
     tl.store(words_at(call) + C_STATUS, epoch * 0)
-    status = await_words(state, PHASE_ARRIVED, arrived_word(epoch % 3, R), epoch, waits, R, RP) * 0
-    if aborted(state):
-        status = status + S_ABORTED
+    good = await_words(state, PHASE_ARRIVED, arrived_word(epoch % 3, R), epoch, waits, R, RP)
+    status = good * 0 + S_ABORTED
+    if good == 0:
         tl.store(words_at(call) + C_STATUS, status)
     else:
         status = agree(state, call, epoch, R, RP)

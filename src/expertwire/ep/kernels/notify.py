@@ -12,11 +12,8 @@ import triton
 import triton.language as tl
 
 from expertwire.ep.kernels.words import (
-    ABORT,
-    EPOCH,
     F_OVERFLOW,
     F_STATUS,
-    FINISHED,
     FIRST,
     H_CAPACITY,
     H_EPOCH,
@@ -34,7 +31,6 @@ from expertwire.ep.kernels.words import (
     M_OVER,
     M_PEER,
     M_STATUS,
-    M_TICKET,
     M_TOTAL,
     M_WANT,
     META,
@@ -59,7 +55,9 @@ from expertwire.ep.kernels.words import (
     give_up,
     ints_at,
     kernel,
+    look_at_own,
     meta_of,
+    note_status,
     note_told,
     rank_of,
     record_of,
@@ -88,25 +86,21 @@ def first_slot(R: tl.constexpr):
 
 @triton.jit
 def begin(state, R: tl.constexpr, RP: tl.constexpr):
-    """The number of this operation. What its kernel needs to know when it is the last one is noted. Beside an operation that has not ended
-    yet nothing of either can be right, for they share `meta`: this rank gives up, so that all hear of it at once."""
-    words = control_of(state)
-    epoch = tl.atomic_add(words + EPOCH, 1, sem="acq_rel", scope="gpu") + 1
-    finished = tl.load(words + FINISHED, cache_modifier=".cg")
-    ticket = tl.load(words + TICKET, cache_modifier=".cg")
-    aborted = tl.load(words + ABORT, cache_modifier=".cg")
+    """The number of this operation, and whether it may go on. Beside an operation that has not ended yet nothing of either can be right,
+    for they share `meta`: this rank gives up, so that all hear of it at once."""
+    before, finished, aborted = look_at_own(state, 1)
+    epoch = before + 1
     if aborted != 0:
         note_told(state, aborted)
-        tl.store(meta_of(state) + M_TICKET, ticket)
+        tl.store(control_of(state) + TICKET, epoch * 0)  # kernels that ran at the same time may have left it wrong
     elif finished + 1 != epoch:
         give_up(state, PHASE_TWO, rank_of(state), epoch, finished, epoch, R, RP)
     else:
         note = meta_of(state)
         tl.store(note + M_EPOCH, epoch)
-        tl.store(note + M_TICKET, ticket)
         tl.store(note + M_STATUS, epoch * 0)
     tl.debug_barrier()
-    return epoch
+    return epoch, (aborted == 0) & (finished + 1 == epoch)
 
 
 @triton.jit
@@ -132,13 +126,7 @@ def fail(state, quiet, status, peer, want, got):
     tl.store(note + M_WANT, want)
     tl.store(note + M_GOT, got)
     if quiet == 0:
-        words = record_of(state) + F_STATUS
-        if tl.load(words) == 0:
-            tl.store(words + 1, peer)
-            tl.store(words + 2, want)
-            tl.store(words + 3, got)
-            tl.debug_barrier()
-            tl.store(words, status)
+        note_status(record_of(state) + F_STATUS, status, peer, want, got)
 
 
 @triton.jit
@@ -270,14 +258,8 @@ def settle_dispatch(
         matrix = tl.minimum(ends, worst) - tl.minimum(ends - matrix, worst)
         rows = total * 0 + worst
         over = tl.min(tl.where(total > worst, lane, R))
-        note = record_of(state) + F_OVERFLOW
         if over < R:
-            if tl.load(note) == 0:
-                tl.store(note + 1, tl.sum(tl.where(lane == over, total, 0)))
-                tl.store(note + 2, worst)
-                tl.store(note + 3, epoch)
-                tl.debug_barrier()
-                tl.store(note, over + 1)
+            note_status(record_of(state) + F_OVERFLOW, over + 1, tl.sum(tl.where(lane == over, total, 0)), worst, epoch)
     offer = tl.load(slots + H_OFFER, mask=live, other=0, cache_modifier=".cg")
     capacity = tl.load(slots + H_CAPACITY, mask=live, other=0, cache_modifier=".cg")
     needed = note_addresses(state, rows, row_bytes, shape, offer, R, RP)
@@ -321,10 +303,10 @@ def notify_dispatch(
 ):
     """Addresses, but for offer, which is bytes from the start of the data region. in_rank: bool[T, R]; per_expert: i32[E]; prefix: i32
     [groups, R], out; routing: out; counts: i32[2, E_l], out, or 0; mailbox: host words, or 0 where the host waits for nothing."""
-    epoch = begin(state, R, RP)
+    epoch, going = begin(state, R, RP)
     tl.store(words_at(routing) + R_EPOCH, -epoch)  # whatever becomes of this operation, what comes behind it reads no memory's leftovers
     tl.store(words_at(routing) + R_TOTAL, epoch * 0)
-    if tl.load(control_of(state) + ABORT, cache_modifier=".cg") == 0:
+    if going:
         rank = rank_of(state)
         lane = tl.arange(0, RP)
         mine = count_tokens(in_rank, prefix, tokens, R, RP, GROUP, TILE)
@@ -376,8 +358,8 @@ def notify_again(
     SLOT: tl.constexpr,
 ):
     """A repeated dispatch offers room for its rows; a combine says where its rows and weights are, as bytes of the data region."""
-    epoch = begin(state, R, RP)
-    if tl.load(control_of(state) + ABORT, cache_modifier=".cg") == 0:
+    epoch, going = begin(state, R, RP)
+    if going:
         rank = rank_of(state)
         lane = tl.arange(0, RP)
         live = lane < R

@@ -12,6 +12,7 @@ import triton.language as tl
 from expertwire.ep.kernels.clock import now, pause
 from expertwire.ep.kernels.words import (
     ABORT,
+    CLOCK,
     EPOCH,
     FINISHED,
     FIRST,
@@ -20,8 +21,11 @@ from expertwire.ep.kernels.words import (
     TICKET,
     control_of,
     kernel,
+    look,
+    look_at_all,
     rank_of,
     tell,
+    waited,
     words_at,
 )
 
@@ -30,19 +34,27 @@ from expertwire.ep.kernels.words import (
 def meet(state, number, first, deadline_ns, R: tl.constexpr, RP: tl.constexpr):
     """This rank's word from `first` on becomes `number` at every rank; wait until all have. Returns who has not by then; R: all have."""
     tell(state, first + rank_of(state), number, R, RP)
-    lane = tl.arange(0, RP)
-    begin = now()
+    lane = tl.arange(0, 4 * RP)
+    place = control_of(state) + tl.where(lane < R, first + lane, CLOCK)
+    begin = number * 0
+    time = number * 0
+    looks = 0
     late = R
     going = 1
     while going == 1:
-        seen = tl.atomic_add(control_of(state) + first + lane, 0, mask=lane < R, sem="acquire", scope="sys")
+        seen = look_at_all(place, lane, lane < R, time, R)
         late = tl.min(tl.where((seen < number) & (lane < R), lane, R))
         if late == R:
             going = 0
-        elif now() - begin > deadline_ns:
-            going = 0
         else:
-            pause()
+            clock = tl.sum(tl.where(lane == R + 1, seen, 0))
+            begin = waited(clock, looks, begin)
+            time = now()
+            looks += 1
+            if clock - begin > deadline_ns:
+                going = 0
+            else:
+                pause()
     tl.debug_barrier()
     return late
 
@@ -65,7 +77,7 @@ def renew(
     late = meet(state, number, meeting, deadline_ns, R, RP)
     if late == R:
         words = control_of(state)
-        if tl.load(words + RENEWED) < number:
+        if look(words + RENEWED) < number:
             lane = tl.arange(0, RP)
             bases = tl.load(words_at(state) + STATE + lane, mask=lane < R, other=0)
             last = tl.max(tl.load(words_at(bases) + EPOCH, mask=lane < R, other=0, cache_modifier=".cv"))

@@ -7,6 +7,11 @@ like news.
 
 Only one program of a kernel ever waits: the one of a notify, or the one that finished last. So nothing has to run at the same time for a
 wait to end, however few programs the device has room for.
+
+A load, and a look at the clock, is each warp's own. Where what they give may change meanwhile, two warps of a program could take different
+branches, and from then on count at each other's barriers, so that what goes through shared memory is mixed up: no branch may depend on
+them. What one atomic instruction gives reaches all warps through shared memory, so branches depend on that (`look`, `look_at_own`,
+`look_at_all`); where there is no need to branch, stores have a mask.
 """
 
 import inspect
@@ -27,8 +32,9 @@ STATE = tl.constexpr(8)
 EPOCH = tl.constexpr(0)  # operations begun here
 FINISHED = tl.constexpr(1)  # operations ended here
 ABORT = tl.constexpr(2)  # once a rank has given up: 1 + that rank, 1 + the rank that it waited for << 16, phase << 32
-TICKET = tl.constexpr(3)  # programs that have finished, ever
+TICKET = tl.constexpr(3)  # programs of the kernel that runs that have finished
 RENEWED = tl.constexpr(4)  # renewals of this region
+CLOCK = tl.constexpr(5)  # when a wait here has looked last
 FIRST = tl.constexpr(16)  # of notified[R], then done[R]
 HEADER = tl.constexpr(16)  # words before the counts of a slot
 
@@ -38,7 +44,7 @@ H_ROW, H_SHAPE, H_EXPERTS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)  #
 H_OFFER, H_CAPACITY, H_WEIGHTS = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
 
 # Words of `meta`: what the notify of an operation leaves for the kernel that moves its rows. Then tables [R].
-M_EPOCH, M_STATUS, M_PEER, M_TICKET, M_TOTAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+M_EPOCH, M_STATUS, M_PEER, M_TOTAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 M_WANT, M_GOT, M_OVER = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 META = tl.constexpr(16)
 T_BASE, T_X, T_SOURCE, T_IDS, T_WEIGHTS, T_SCALES = (tl.constexpr(n) for n in range(6))
@@ -111,6 +117,47 @@ def rank_of(state):
 
 
 @triton.jit
+def look(word):
+    """A word that may change at any time, the same for all warps."""
+    return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def look_at_own(state, step: tl.constexpr):
+    """EPOCH, to which `step` is added, FINISHED and ABORT as they were before, the same for all warps, in one crossing to memory."""
+    lane = tl.arange(0, 4)
+    seen = tl.atomic_add(control_of(state) + lane, tl.where(lane == EPOCH, step, 0).to(tl.int64), sem="relaxed", scope="sys")
+    epoch = tl.sum(tl.where(lane == EPOCH, seen, 0))
+    return epoch, tl.sum(tl.where(lane == FINISHED, seen, 0)), tl.sum(tl.where(lane == ABORT, seen, 0))
+
+
+@triton.jit
+def look_at_all(place, lane, needed, time, R: tl.constexpr):
+    """One look of a wait at words, none of which is negative: the same for all warps. Lane R + 1 is that of CLOCK, which becomes `time`,
+    and gives what it was: so one crossing to memory tells whether the deadline has passed, too."""
+    return tl.atomic_max(place, tl.where(lane == R + 1, time, 0).to(tl.int64), mask=needed | (lane == R + 1), sem="acquire", scope="sys")
+
+
+@triton.jit
+def waited(clock, looks, begin):
+    """When a wait began, as all warps know it; `clock`: what CLOCK was at its look number `looks`. The first look brings no time, for who
+    need not wait shall not read the timer either, so that the second finds what an earlier wait has left."""
+    return tl.where(looks <= 2, clock, begin)
+
+
+@triton.jit
+def is_last(state):
+    """The end of every program of a kernel that moves rows: whether it is the last one to end."""
+    tl.debug_barrier()
+    before = tl.atomic_add(control_of(state) + TICKET, 1, sem="acq_rel", scope="sys")
+    last = before == tl.num_programs(0) - 1
+    if last:
+        tl.store(control_of(state) + TICKET, before * 0)
+    tl.debug_barrier()
+    return last
+
+
+@triton.jit
 def tell(state, number, value, R: tl.constexpr, RP: tl.constexpr):
     """Word `number` of every rank becomes `value`, behind everything that this program has written."""
     tl.debug_barrier()
@@ -144,25 +191,38 @@ def give_up(state, phase, peer, want, seen, epoch, R: tl.constexpr, RP: tl.const
 def note_told(state, word):
     """Another rank gave up, as its word says: the host is told that, unless there is more to tell."""
     note = record_of(state)
-    if tl.load(note + F_CODE) == 0:
-        tl.store(note + F_RANK, (word & 65535) - 1)
-        tl.store(note + F_PEER, ((word >> 16) & 65535) - 1)
-        tl.store(note + F_PHASE, word >> 32)
-        tl.debug_barrier()
-        tl.store(note + F_CODE, TOLD)
+    first = tl.load(note + F_CODE) == 0
+    tl.store(note + F_RANK, (word & 65535) - 1, mask=first)
+    tl.store(note + F_PEER, ((word >> 16) & 65535) - 1, mask=first)
+    tl.store(note + F_PHASE, word >> 32, mask=first)
+    tl.debug_barrier()
+    tl.store(note + F_CODE, TOLD, mask=first)
+
+
+@triton.jit
+def note_status(note, status, peer, want, got):
+    """Why a call moved no rows, where the record has room for one status, unless there is one that the host has not read."""
+    first = tl.load(note) == 0
+    tl.store(note + 1, peer, mask=first)
+    tl.store(note + 2, want, mask=first)
+    tl.store(note + 3, got, mask=first)
+    tl.debug_barrier()
+    tl.store(note, status, mask=first)
 
 
 @triton.jit
 def await_all(state, phase, first, want, R: tl.constexpr, RP: tl.constexpr):
     """Wait until the words [first, first + R) have all reached `want`: 1. 0: somebody gave up, perhaps this rank, now."""
-    lane = tl.arange(0, 2 * RP)
-    place = control_of(state) + tl.where(lane < R, first + lane, ABORT)
+    lane = tl.arange(0, 4 * RP)
+    place = control_of(state) + tl.where(lane < R, first + lane, tl.where(lane == R, ABORT, CLOCK))
     deadline_ns = tl.load(words_at(state) + STATE_DEADLINE)
-    begin = now()
+    begin = want * 0
+    time = want * 0
+    looks = 0
     going = 1
     good = 0
     while going == 1:
-        seen = tl.atomic_add(place, 0, mask=lane <= R, sem="acquire", scope="sys")
+        seen = look_at_all(place, lane, lane <= R, time, R)
         behind = tl.sum(tl.where(lane < R, (seen < want).to(tl.int32), 0))
         aborted = tl.sum(tl.where(lane == R, seen, 0))
         if aborted != 0:
@@ -171,13 +231,18 @@ def await_all(state, phase, first, want, R: tl.constexpr, RP: tl.constexpr):
         elif behind == 0:
             good = 1
             going = 0
-        elif now() - begin > deadline_ns:
-            going = 0
-            late = tl.where(lane < R, (seen < want).to(tl.int32), 0)
-            peer = tl.min(tl.where(late == 1, lane, R))
-            give_up(state, phase, peer, want, tl.sum(tl.where(lane == peer, seen, 0)), want, R, RP)
         else:
-            pause()
+            clock = tl.sum(tl.where(lane == R + 1, seen, 0))
+            begin = waited(clock, looks, begin)
+            time = now()
+            looks += 1
+            if clock - begin > deadline_ns:
+                going = 0
+                late = tl.where(lane < R, (seen < want).to(tl.int32), 0)
+                peer = tl.min(tl.where(late == 1, lane, R))
+                give_up(state, phase, peer, want, tl.sum(tl.where(lane == peer, seen, 0)), want, R, RP)
+            else:
+                pause()
     return good
 
 
@@ -186,11 +251,9 @@ def finish(state, R: tl.constexpr, RP: tl.constexpr):
     """The end of every program of a kernel that moves rows, or should. The last one tells every rank that this one is done, and waits for
     all. 1: this is the last, and all are done; 2: it is the last, and somebody gave up; 0: it is not."""
     last = 0
-    tl.debug_barrier()
-    before = tl.atomic_add(control_of(state) + TICKET, 1, sem="acq_rel", scope="sys")
-    if before == tl.load(meta_of(state) + M_TICKET) + tl.num_programs(0) - 1:
+    if is_last(state):
         last = 2
-        if tl.load(control_of(state) + ABORT, cache_modifier=".cg") == 0:
+        if look(control_of(state) + ABORT) == 0:
             epoch = tl.load(meta_of(state) + M_EPOCH)
             tell(state, FIRST + R + rank_of(state), epoch, R, RP)
             if await_all(state, PHASE_ROWS, FIRST + R, epoch, R, RP) == 1:
