@@ -3,6 +3,10 @@
 // first used, wherever it comes from: whose it is compares all of it with what is registered there. From then on
 // whoever takes a region back says so to everybody that it knows, and closes it once nothing is on its way there any
 // more.
+//
+// A message that has left may be lost with a connection that breaks, also between two that live, and nobody hears of
+// it. So what is to be answered (a question, a revocation, a greeting) is said again at each beat until it was, and to
+// be asked twice changes nothing.
 #include <algorithm>
 #include <tuple>
 
@@ -93,6 +97,22 @@ void LibfabricProvider::ask_again() {
     asked_.clear();
 }
 
+// Of a question that is asked until it is answered one answer waits at a time: each holds a receive buffer.
+void LibfabricProvider::answer_later(OperationContext& receive, const MessageHeader& question, MessageKind kind,
+                                     Status status, std::deque<OperationContext*>& queue) {
+    const auto same = [&](const OperationContext* other) {
+        return other->message.kind == kind && other->message.sender == question.sender &&
+               key_fields(other->message) == key_fields(question);
+    };
+    for (const auto* waiting : {&held_answers_, &unsent_answers_, &put_off_answers_})
+        if (std::any_of(waiting->begin(), waiting->end(), same)) return idle_receives_.push_back(&receive);
+    OperationContext& answer = answer_of(receive);
+    answer.message = question;
+    answer.message.kind = kind;
+    answer.message.status = status;
+    queue.push_back(&answer);
+}
+
 void LibfabricProvider::key_answered(const MessageHeader& message) {
     const PeerId peer = by_instance_.at(message.sender);
     const auto about = [&](RemoteRegionId id) {
@@ -119,8 +139,17 @@ void LibfabricProvider::start_revoking(LocalRegion& region, std::uint32_t id) {
             revoked_there(notice);
             continue;
         }
-        unsent_notices_.push_back(notice);
+        say(notice);
         region.unanswered.push_back(instance);
+    }
+}
+
+void LibfabricProvider::revoke_again() {
+    for (std::uint32_t id = 0; id < objects_->regions.size(); ++id) {
+        const LocalRegion* const region = objects_->regions[id].get();
+        if (region == nullptr || region->state != LocalRegion::State::revoking) continue;
+        for (const std::uint64_t instance : region->unanswered)
+            if (by_instance_.contains(instance)) say(revocation_of(*region, id, instance));
     }
 }
 

@@ -175,19 +175,13 @@ void LibfabricProvider::received(OperationContext& context, std::size_t bytes, s
             break;
         case MessageKind::revocation:
             revoked_there(message);
-            answer_of(context).message = message;
-            answer_of(context).message.kind = MessageKind::revocation_answer;
-            held_answers_.push_back(&answer_of(context));
-            return;
+            return answer_later(context, message, MessageKind::revocation_answer, Status::ok, held_answers_);
         case MessageKind::revocation_answer:
             revocation_answered(message);
             break;
         case MessageKind::inquiry:
-            answer_of(context).message = message;
-            answer_of(context).message.kind = MessageKind::inquiry_answer;
-            answer_of(context).message.status = is_ours(message) ? Status::ok : Status::bad_key;
-            unsent_answers_.push_back(&answer_of(context));
-            return;
+            return answer_later(context, message, MessageKind::inquiry_answer,
+                                is_ours(message) ? Status::ok : Status::bad_key, unsent_answers_);
         case MessageKind::inquiry_answer:
             key_answered(message);
             break;
@@ -272,6 +266,24 @@ void LibfabricProvider::answer_received(const MessageHeader& message, std::span<
     context.state = State::answered;
 }
 
+// It waits to leave, or is leaving.
+bool LibfabricProvider::is_said(const MessageHeader& notice) const {
+    const auto same = [&](const MessageHeader& other, std::uint64_t receiver) {
+        return receiver == notice.sender && other.kind == notice.kind && other.region == notice.region &&
+               other.registration == notice.registration && other.operand == notice.operand;
+    };
+    const auto waits = [&](const MessageHeader& other) { return same(other, other.sender); };
+    return std::any_of(unsent_notices_.begin(), unsent_notices_.end(), waits) ||
+           std::any_of(put_off_notices_.begin(), put_off_notices_.end(), waits) ||
+           std::any_of(objects_->notices.begin(), objects_->notices.end(), [&](const OperationContext& other) {
+               return other.state != OperationContext::State::idle && same(other.message, other.peer->instance);
+           });
+}
+
+void LibfabricProvider::say(const MessageHeader& notice) {
+    if (!is_said(notice)) unsent_notices_.push_back(notice);
+}
+
 void LibfabricProvider::send_notices() {
     while (!unsent_notices_.empty() && !free_notices_.empty()) {
         const auto receiver = by_instance_.find(unsent_notices_.front().sender);
@@ -301,7 +313,7 @@ void LibfabricProvider::send_notices() {
             return;
         }
         unsent_notices_.pop_front();
-        if (outcome != 0) continue;  // the peer is gone; who removes it ends the wait for its answer
+        if (outcome != 0) continue;  // it is said again, until the peer answers or is removed
         free_notices_.pop_back();
         notice.state = OperationContext::State::posted;
         ++in_flight_[notice.endpoint];

@@ -216,11 +216,11 @@ ControlResult LibfabricProvider::deregister_region(RegionId id) {
     std::erase_if(region.unanswered, [&](std::uint64_t instance) { return !by_instance_.contains(instance); });
     if (on_its_way(revocation_of(region, id.value, instance_)))
         return {Status::would_block, 0,
-                "region " + number(id.value) + ": operations of our own are on their way there; poll and call again"};
+                "region " + number(id.value) + ": operations of our own are on their way there"};
     if (!region.unanswered.empty()) {
         return {Status::would_block, 0,
                 "region " + number(id.value) + ": peer " + number(by_instance_.at(region.unanswered[0]).value) +
-                    " has not yet said that nothing of its own is on the way there; poll and call again"};
+                    " has not yet said that nothing of its own is on the way there"};
     }
     fid_mr* registration = region.registration.get();
     const int code = fi_close(&registration->fid);

@@ -233,6 +233,7 @@ class LibfabricProvider final : public Provider {
     bool is_ours(const MessageHeader& inquiry) const;
     void ask_for_keys();
     void ask_again();
+    void revoke_again();
     bool may_ask(RemoteRegionId id) const;
     // Null: given back, or never added.
     RemoteRegion* remote_of(RemoteRegionId id) {
@@ -247,6 +248,10 @@ class LibfabricProvider final : public Provider {
     void revoked_there(const MessageHeader& message);
     void revocation_answered(const MessageHeader& message);
     bool on_its_way(const MessageHeader& revocation) const;
+    void answer_later(OperationContext& receive, const MessageHeader& question, MessageKind kind, Status status,
+                      std::deque<OperationContext*>& queue);
+    bool is_said(const MessageHeader& notice) const;
+    void say(const MessageHeader& notice);
     OperationContext& answer_of(const OperationContext& receive) {
         return objects_->sets[receive.set].answers[receive.index];
     }
@@ -307,9 +312,9 @@ class LibfabricProvider final : public Provider {
     std::vector<OperationContext*> idle_receives_;    // buffers to post (again)
     std::vector<OperationContext*> parked_receives_;  // of an endpoint that was closed
     std::deque<OperationContext*> unsent_answers_;    // wait for room to be sent
-    std::vector<OperationContext*>
+    std::deque<OperationContext*>
         held_answers_;  // revocations of regions that operations of ours are still on their way to
-    std::deque<MessageHeader> unsent_notices_;   // revocations; `sender` holds the receiver until they leave
+    std::deque<MessageHeader> unsent_notices_;   // `sender` holds the receiver until they leave
     std::deque<MessageHeader> put_off_notices_;  // to who is lost: for the next greet_peers()
     std::deque<OperationContext*> put_off_answers_;
     std::deque<RemoteRegionId> unasked_;  // their keys are to be asked about …
@@ -335,6 +340,9 @@ class LibfabricProvider final : public Provider {
         std::uint64_t instance = 0;
         std::uint32_t told = 0;     // over so many of the old endpoints
         std::uint32_t answers = 0;  // that have come
+        std::uint32_t beats = 0;    // since it was told
+        bool answered = false;
+        bool overdue() const { return beats > 2; }
     };
     struct Ungreeted {
         std::uint64_t instance = 0;

@@ -130,6 +130,7 @@ ssize_t LibfabricProvider::send_word(std::uint32_t endpoint, Peer& peer, std::sp
                 address_of(peer, endpoint), &notice.fi);
     if (outcome != 0) return outcome;
     free_notices_.pop_back();
+    if (!own) notice.message = {};  // of what it said before
     notice.peer = &peer;
     notice.endpoint = endpoint;
     notice.bounce = bounce;
@@ -170,10 +171,20 @@ void LibfabricProvider::tell_unmoved() {
     }
 }
 
+// What was not answered is said again. Who does not answer last words may not have read them, or we not its own: it is
+// greeted as one that was added.
 void LibfabricProvider::greet_peers() {
     for (Ungreeted& each : ungreeted_) each.sent = false;
+    std::erase_if(unmoved_, [](const Unmoved& each) { return each.answered; });
+    for (Unmoved& each : unmoved_) {
+        const auto same = [&](const Ungreeted& other) { return other.instance == each.instance; };
+        each.beats += each.told == options_.endpoints ? 1 : 0;
+        if (each.overdue() && std::none_of(ungreeted_.begin(), ungreeted_.end(), same))
+            ungreeted_.push_back({each.instance});
+    }
     take_what_was_put_off();
     ask_again();
+    revoke_again();
 }
 
 void LibfabricProvider::greet() {
@@ -183,8 +194,9 @@ void LibfabricProvider::greet() {
         Peer& peer = *peers_[by_instance_.at(each.instance).value];
         if (peer.moves() && !put_off(peer)) continue;
         // It is told by the last words on the old paths, and must not go over before they have come.
-        const bool told = std::any_of(unmoved_.begin(), unmoved_.end(),
-                                      [&](const Unmoved& unmoved) { return unmoved.instance == each.instance; });
+        const bool told = std::any_of(unmoved_.begin(), unmoved_.end(), [&](const Unmoved& unmoved) {
+            return unmoved.instance == each.instance && !unmoved.overdue();
+        });
         each.sent = told || peer.moves() ||
                     send_word(current_, peer, word_about(half_of(current_), MessageKind::greeting)) == 0 ||
                     put_off(peer);
@@ -293,10 +305,13 @@ bool LibfabricProvider::begin_move(Peer& peer, std::span<const std::byte> names)
 // and yet it was heard before.
 void LibfabricProvider::peer_greets(Peer& peer, const MessageHeader& message, std::span<const std::byte> names) {
     if (message.operand > peer.move_number) {
-        if (peer.move == Peer::Move::settled && (peer.in_flight != 0 || !all_answered(peer)))
-            return;  // it says so again
         peer.next_number = message.operand;
         peer.later.clear();
+        // It says so again: what is on its way to where it was goes first.
+        if (peer.move == Peer::Move::settled && (peer.in_flight != 0 || !all_answered(peer))) {
+            if (begin_move(peer, names)) moving_.push_back(peer.instance);
+            return;
+        }
         if (!insert_names(peer, names)) return;
         settle_move(peer);
         for (Ungreeted& each : ungreeted_)
@@ -325,7 +340,7 @@ void LibfabricProvider::answer_greeting(const Peer& peer) {
     answer.sender = peer.instance;
     answer.operand = peer.move_number;
     answer.registration = 1;
-    unsent_notices_.push_back(answer);
+    say(answer);
 }
 
 // It knows where we are, and nothing of it comes that way any more to where we were.
@@ -335,7 +350,9 @@ void LibfabricProvider::move_answered(const MessageHeader& message) {
     if (peer.move == Peer::Move::unheard) peer.move = Peer::Move::settled;  // it answers where we have greeted it
     std::erase_if(ungreeted_, [&](const Ungreeted& each) { return each.instance == message.sender; });
     std::erase_if(unmoved_, [&](Unmoved& each) {
-        return each.instance == message.sender && ++each.answers >= message.registration;
+        if (each.instance != message.sender || ++each.answers < message.registration) return false;
+        each.answered = true;
+        return !each.overdue();  // else until the next beat: what it sent before may come over another path
     });
 }
 

@@ -193,8 +193,7 @@ ControlResult LocalProvider::deregister_region(RegionId id) {
     // A writer that was stopped in the middle of its copy would write on when it wakes: its memory must not be reused.
     if (in_use(region.slot)) forgive_dead();
     if (in_use(region.slot)) {
-        return {Status::would_block, 0,
-                "region " + number(id.value) + ": a peer stands in the middle of a copy; poll and call again"};
+        return {Status::would_block, 0, "region " + number(id.value) + ": a peer stands in the middle of a copy"};
     }
     free_slots_.push_back(region.slot);
     regions_[id.value].reset();

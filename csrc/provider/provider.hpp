@@ -110,8 +110,8 @@ class Provider {
     }
     // Tells them, behind everything that was sent to each of them over the old endpoints, where we are reached now.
     virtual void announce_replacement(std::span<const PeerId>) {}
-    // Peers that were added since may know us by an older address: tells them, until they have answered. To be called
-    // now and then.
+    // A beat: what was said to peers and is not answered yet is said again, where we are reached to those that were
+    // added since. To be called now and then.
     virtual void greet_peers() {}
     // Who has not yet answered that.
     virtual std::vector<UnmovedPeer> unmoved_peers() const { return {}; }

@@ -339,6 +339,7 @@ bool Context::deregister_region(RegionId region, TimeNs until_ns) {
                 if (result.status != Status::would_block && result.status != Status::refused)
                     throw Failure(FailureKind::state,
                                   "region '" + record.name + "' could not be deregistered: " + result.message);
+                state.regions[region.value].held_by = result.message;
             }
             state.turn(20'000);
         }
@@ -353,9 +354,10 @@ void Context::fail_in_use(RegionId region, std::int64_t timeout_ms) const {
     const std::uint32_t uses = state_->engine->region_uses(region);
     const std::string users =
         uses > 0 ? std::to_string(uses) + " operations" : "peers that have not said that they are through with it";
-    throw Failure(FailureKind::state, "region '" + state_->region_at(region).name + "' is in use by " + users +
-                                          " after " + std::to_string(timeout_ms) +
-                                          " ms; wait for its requests, or give more time");
+    const RegionRecord& record = state_->region_at(region);
+    throw Failure(FailureKind::state, "region '" + record.name + "' is in use by " + users + " after " +
+                                          std::to_string(timeout_ms) + " ms; wait for its requests, or give more time" +
+                                          (uses == 0 && !record.held_by.empty() ? " (" + record.held_by + ")" : ""));
 }
 
 const RegionRecord& ContextState::region_at(RegionId region) const {

@@ -92,7 +92,12 @@ bool ContextState::turn(TimeNs budget_ns, Ticket until) {
     moved = advance_replacement(now);
     const bool again = (pulses_due || barriers_due) && now >= next_words_ns;
     if (again) next_words_ns = now + word_retry_ns;
-    if (broadcast_pulse.exchange(false, std::memory_order_acq_rel) || (pulses_due && again)) send_pulses(now);
+    const bool beat = broadcast_pulse.exchange(false, std::memory_order_acq_rel);
+    if (beat && now >= next_repeat_ns) {  // not with each word that cannot wait for a beat
+        next_repeat_ns = now + options.heartbeat_ns / 2;
+        provider->greet_peers();
+    }
+    if (beat || (pulses_due && again)) send_pulses(now);
     if (barriers_due && again) send_barriers(now);
     while (true) {
         Observed observed(*this, now);
@@ -284,7 +289,6 @@ bool ContextState::news_told() const {
 // Words of my own pulse reach a peer that does not read them in my memory as adds of the difference (SPEC T22: one
 // writer).
 void ContextState::send_pulses(TimeNs now) {
-    provider->greet_peers();
     pulses_due = false;
     barriers_due = true;  // a peer may have ceased to read our words where they are
     for (std::uint32_t rank = 0; rank < options.size; ++rank) {

@@ -34,8 +34,9 @@ struct RegionRecord {
     std::string name;
     std::byte* address = nullptr;  // null: deregistered
     std::uint64_t bytes = 0;
-    Descriptor fd;    // own memory; -1 for the caller's
-    Mapping mapping;  // own memory
+    Descriptor fd;        // own memory; -1 for the caller's
+    Mapping mapping;      // own memory
+    std::string held_by;  // why the provider has not closed it yet
     Counted<Live::region> counted;
 };
 
@@ -162,6 +163,7 @@ struct ContextState {
     bool barriers_due = false;         // under the token: words of it may have to be sent, or sent again
     bool pulses_due = false;           // under the token: the same of pulses with news, or for which there was no room
     TimeNs next_words_ns = 0;          // under the token
+    TimeNs next_repeat_ns = 0;         // the same: of what was not answered
 
     std::mutex barrier_mutex;
     std::atomic<std::uint64_t> barrier_epoch{0};   // the last begun
