@@ -275,6 +275,17 @@ def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     for name in ("over_gloo", "over_gloo_exchange"):
         assert ratios(out, name) == RATIOS
         assert all(row["value"] > 0 for row in values(out, name))
+    whole = {(row["engine"], row["phase"], row.get("combine_input")): row["value"] for row in values(out, "whole_us")}
+    shown = re.findall(r"([\d,]+\.\d) ms\s+│.*?([\d,]+\.\d) ms\s+│\s+([\d.]+) ×", done.stdout)
+    assert len(shown) == len(RATIOS)
+    for (phase, place), row, (ours, gloo, ratio) in zip(RATIOS, values(out, "over_gloo"), shown, strict=True):
+        of_gloo = whole["gloo", phase, None if phase == "dispatch" else "ordinary"]
+        of_ours = whole["expertwire", phase, place]
+        assert row["value"] == pytest.approx(of_gloo / of_ours, abs=1e-3)
+        assert (float(ours), float(gloo)) == pytest.approx((of_ours / 1e3, of_gloo / 1e3), abs=0.051), (
+            "what a person sees is what is compared"
+        )
+        assert float(ratio) == pytest.approx(row["value"], abs=0.0051)
     assert 0.1 < values(out, "memory_peak_GiB")[0]["value"] < 12
     assert values(out, "demo_s")[0]["value"] > 0
     assert "every payload verified" in done.stdout

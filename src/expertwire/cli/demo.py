@@ -291,7 +291,7 @@ def add_layer_rows(report: Report, outcomes: list[Outcome], diffs: dict[str, tup
 
 
 def table(report: Report, caption: str) -> Table:
-    """Time, GB/s a rank, and gloo's time, by phase and by where combine's rows lie."""
+    """Time, GB/s a rank, and gloo's time, by phase and by where combine's rows lie. Ratios are those of the times shown."""
     from rich.table import Table
 
     from expertwire.cli.bench.ep import ORDINARY, RECEIVED
@@ -302,25 +302,23 @@ def table(report: Report, caption: str) -> Table:
                 return row.value
         return float("nan")
 
-    shown = Table(title=caption, title_justify="left")
+    shown = Table(title=caption, title_justify="left", caption_justify="left")
+    shown.caption = "times: of the slowest rank, the median over the iterations; over gloo: gloo's time over ours, of these times"
     for column in ("phase", "expertwire", "GB/s a rank", "over the fabric", "gloo", "over gloo", "over gloo's exchange alone"):
         shown.add_column(column, justify="left" if column == "phase" else "right")
     wire = figure("wire_bytes") / 1e6
-    dispatch = {"expertwire": figure("dispatch_us", engine="expertwire") + figure("layout_us", engine="expertwire")}
-    dispatch["gloo"] = figure("dispatch_us", engine="gloo")
     for phase, place in (("dispatch", ""), ("combine", RECEIVED), ("combine", ORDINARY), ("total", RECEIVED), ("total", ORDINARY)):
         label = {"combine_input": place} if place else {}
-        combine = {"expertwire": figure("combine_us", engine="expertwire", **label), "gloo": figure("combine_us", engine="gloo")}
-        parts = {"dispatch": [dispatch], "combine": [combine], "total": [dispatch, combine]}[phase]
-        ours, gloo = (sum(part[engine] for part in parts) / 1e3 for engine in ("expertwire", "gloo"))
+        ours = figure("whole_us", engine="expertwire", phase=phase, **label) / 1e3
+        gloo = figure("whole_us", engine="gloo", phase=phase) / 1e3
         rate = "" if phase == "total" else f"{figure(f'{phase}_GBps', engine='expertwire', **label):.2f}"
         over, exchange = (figure(name, phase=phase, **label) for name in ("over_gloo", "over_gloo_exchange"))
         shown.add_row(
             {"": phase, RECEIVED: f"{phase}, rows left where they were received", ORDINARY: f"{phase}, rows elsewhere"}[place],
-            f"{ours:,.0f} ms",
+            f"{ours:,.1f} ms",
             rate,
-            f"{wire * len(parts):,.0f} MB",
-            f"{gloo:,.0f} ms",
+            f"{wire * (2 if phase == 'total' else 1):,.0f} MB",
+            f"{gloo:,.1f} ms",
             f"{over:.2f} ×",
             f"{exchange:.2f} ×",
             end_section=phase != "total" and place != RECEIVED,

@@ -364,6 +364,8 @@ def add_rows(report: Report, measured: list[Measured], setup: Setup) -> None:
                 report.add(f"{phase}_us", round(median * 1e6, 1), "µs", **shape, engine=arm, **place, **spread)
                 if payload:
                     report.add(f"{phase}_GBps", round(payload / median / 1e9, 3), "GB/s", **shape, engine=arm, **place)
+        if "dispatch_all" in arms[arm]:
+            add_whole(report, arm, arms[arm], shape)
     if setup.worst:
         good = not any(one.worst_faults for one in measured)
         status = RowStatus.OK if good else RowStatus.FAILED
@@ -423,6 +425,14 @@ def by_place(seconds: dict[str, list[float]], phase: str) -> list[tuple[list[flo
     if phase in seconds and not phase.startswith("combine"):
         return [(seconds[phase], {})]
     return [(seconds[f"{phase}_{place}"], {"combine_input": place}) for place in PLACES if f"{phase}_{place}" in seconds]
+
+
+def add_whole(report: Report, arm: str, seconds: dict[str, list[float]], labels: dict[str, Any]) -> None:
+    """The times that `over_…` are ratios of: a dispatch with its layout, a combine, and both, added up iteration by iteration."""
+    for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total")):
+        for times, place in by_place(seconds, key):
+            spread = {"low": round(min(times) * 1e6, 1), "high": round(max(times) * 1e6, 1)}
+            report.add("whole_us", round(statistics.median(times) * 1e6, 1), "µs", **labels, engine=arm, phase=phase, **place, **spread)
 
 
 def add_over_peer(report: Report, arms: dict[str, dict[str, list[float]]], peer: str, labels: dict[str, Any]) -> None:
