@@ -88,9 +88,12 @@ class LowLatencyCombine final : public LowLatencyOperation {
     std::uint64_t send_direct(Target& target);
     Port::Piece piece(const Target& target, std::uint64_t from, std::uint64_t row, std::uint64_t rows) const;
 
+    bool gathering_pays(std::uint64_t behind) const;
+
     const LowLatencyCombineRequest request_;
     const std::vector<RowPlace> places_;  // [tokens][topk]
     const std::uint64_t row_bytes_;
+    bool gathers_ = false;  // rows for other nodes are copied together first
     LowLatencyBlocks blocks_;
     std::vector<std::uint8_t> usable_;        // [ranks]: all rows that went there have come back
     std::vector<const std::byte*> pointers_;  // scratch of one token

@@ -12,7 +12,8 @@ namespace expertwire::exchange {
 
 namespace {
 
-constexpr std::size_t kPiecesMax = 16;  // of one put: far below what a queue can take at once
+constexpr std::uint64_t kPieceBytes = 64 << 10;  // a put's cost beside its bytes is that of copying about so many
+constexpr std::size_t kPiecesMax = 16;           // of one put: far below what a queue can take at once
 
 }  // namespace
 
@@ -59,9 +60,25 @@ LowLatencyCombine::LowLatencyCombine(LowLatency& exchange, const LowLatencyCombi
       expert_of_(exchange.nodes().ranks(), 0),
       before_(exchange.nodes().ranks(), 0) {
     weights_.assign(request.weights, request.weights + request.tokens * request.topk);
-    if (!request.zero_copy) {
-        exchange.open_staging(parity_, half() + blocks_.bytes, half() + exchange.half_bytes());
+    std::uint64_t behind = blocks_.bytes;
+    if (request.zero_copy) behind += combine_buffer_bytes(call_, exchange.rank());
+    gathers_ = !request.zero_copy || gathering_pays(behind);
+    if (gathers_) exchange.open_staging(parity_, half() + behind, half() + exchange.half_bytes());
+}
+
+// Rows of zero copy lie apart, by experts. In small pieces it is quicker to gather them first, where there is room for
+// all of a rank's behind the buffer that they lie in.
+bool LowLatencyCombine::gathering_pays(std::uint64_t behind) const {
+    const LowLatencyHandle& handle = *request_.handle;
+    const std::uint64_t ranks = exchange_.nodes().ranks();
+    std::uint64_t most = 0, rows = 0, pieces = 0;
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+        if (exchange_.near(rank)) continue;
+        most = std::max<std::uint64_t>(most, handle.came[rank]);
+        rows += handle.came[rank];
+        for (std::size_t at = rank; at < handle.count.size(); at += ranks) pieces += handle.count[at] > 0;
     }
+    return rows * row_bytes_ < pieces * kPieceBytes && behind + most * row_bytes_ <= exchange_.half_bytes();
 }
 
 // ---- sending
@@ -88,7 +105,7 @@ const std::byte* LowLatencyCombine::row_of(const Target& target, std::uint64_t r
 
 std::uint64_t LowLatencyCombine::send_rows(Target& target, std::uint64_t budget) {
     if (target.near) return send_near(target, budget);
-    return request_.zero_copy ? send_direct(target) : send_staged(target, budget);
+    return gathers_ ? send_staged(target, budget) : send_direct(target);
 }
 
 std::uint64_t LowLatencyCombine::send_near(Target& target, std::uint64_t budget) {
@@ -145,7 +162,7 @@ std::uint64_t LowLatencyCombine::send_staged(Target& target, std::uint64_t budge
     return moved + 1;
 }
 
-// From where they lie: a piece for each expert, a few pieces to a put.
+// In large pieces, or without room to gather them: from where they lie, a piece for each expert, a few pieces to a put.
 std::uint64_t LowLatencyCombine::send_direct(Target& target) {
     std::vector<Port::Piece> pieces;
     expert_of_[target.rank] = 0;  // an earlier try may have gone further
