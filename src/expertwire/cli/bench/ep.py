@@ -431,7 +431,7 @@ def add_whole(report: Report, arm: str, seconds: dict[str, list[float]], labels:
     """The times that `over_…` are ratios of: a dispatch with its layout, a combine, and both, added up iteration by iteration."""
     for phase, key in (("dispatch", "dispatch_all"), ("combine", "combine"), ("total", "total")):
         for times, place in by_place(seconds, key):
-            spread = {"low": round(min(times) * 1e6, 1), "high": round(max(times) * 1e6, 1)}
+            spread: dict[str, Any] = {"low": round(min(times) * 1e6, 1), "high": round(max(times) * 1e6, 1)}
             report.add("whole_us", round(statistics.median(times) * 1e6, 1), "µs", **labels, engine=arm, phase=phase, **place, **spread)
 
 
