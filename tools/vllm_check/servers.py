@@ -167,8 +167,7 @@ class Server(Process):
                 "kv_role": self.role,
                 "kv_buffer_device": "cpu",
                 "kv_load_failure_policy": "fail",
-                # Of NIXL's threads that look for work all the time one is enough for two cores; vLLM asks for four more.
-                "kv_connector_extra_config": {"kv_lease_duration": self.lease_s, "num_threads": 0},
+                "kv_connector_extra_config": {"kv_lease_duration": self.lease_s},
             }
             self.command += ["--kv-transfer-config", json.dumps(config)]
         super().start()
